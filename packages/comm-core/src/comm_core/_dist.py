@@ -1,0 +1,134 @@
+"""The one module that touches torch.distributed: typed, small, and replaceable in tests.
+
+torch's annotations are partial here, so strict type checking stops at this file's signatures.
+"""
+
+# pyright: reportUnknownMemberType=false, reportPrivateUsage=false
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, cast
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from comm_core.errors import ArgumentValueError
+from comm_core.group import Store, StoreGroup, _Channel
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["DistGroup", "TorchStore", "all_gather_bytes", "all_to_all_bytes", "resolve_group"]
+
+
+class TorchStore(Store):
+    """A torch key-value store (TCPStore, FileStore, HashStore or a prefix of one) as a `Store`."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store = store
+
+    def set(self, key: str, value: str) -> None:
+        """See `Store.set`."""
+        self._store.set(key, value)
+
+    def get(self, key: str) -> str:
+        """See `Store.get`."""
+        return cast("bytes", self._store.get(key)).decode()
+
+    def check(self, key: str) -> bool:
+        """See `Store.check`."""
+        return bool(self._store.check([key]))
+
+    def settle(self, key: str, value: str) -> str:
+        """See `Store.settle`. An empty expected value means "does not exist" to every torch store."""
+        return cast("bytes", cast("Any", self._store).compare_set(key, "", value)).decode()
+
+    def delete(self, key: str) -> None:
+        """See `Store.delete`."""
+        try:
+            self._store.delete_key(key)
+        except RuntimeError:
+            # A store without deletion keeps a few hundred bytes a gather until the job ends.
+            return
+
+
+_channels: WeakKeyDictionary[Any, _Channel] = WeakKeyDictionary()
+
+
+def resolve_group(group: object) -> ProcessGroup | None:
+    """Return the process group that `group` means (None is WORLD), or None where it is no process group.
+
+    Raises:
+        ArgumentValueError: this process is not a member, or torch.distributed is not initialized.
+    """
+    if group is None:
+        if not dist.is_available() or not dist.is_initialized():
+            raise ArgumentValueError(
+                "group=None means torch.distributed's WORLD group, and torch.distributed is not initialized: call "
+                "torch.distributed.init_process_group first, or pass a group"
+            )
+        group = dist.group.WORLD
+    if group is dist.GroupMember.NON_GROUP_MEMBER or (isinstance(group, int) and not isinstance(group, bool)):
+        raise ArgumentValueError("this process is not a member of the group that was passed")
+    if not isinstance(group, dist.ProcessGroup):
+        return None
+    if dist.get_rank(group) < 0:
+        raise ArgumentValueError("this process is not a member of the group that was passed")
+    return group
+
+
+class DistGroup(StoreGroup):
+    """A torch process group as a `Group`."""
+
+    def __init__(self, process_group: ProcessGroup, *, timeout_s: float | None = None) -> None:
+        channel = _channels.get(process_group)
+        if channel is None:
+            channel = _channels[process_group] = _Channel(TorchStore(c10d._get_process_group_store(process_group)))
+        super().__init__(
+            channel,
+            dist.get_rank(process_group),
+            dist.get_world_size(process_group),
+            name=str(process_group.group_name),
+            timeout_s=timeout_s,
+        )
+        self._process_group = process_group
+
+    @property
+    def process_group(self) -> ProcessGroup:
+        """See `Group.process_group`."""
+        return self._process_group
+
+    @property
+    def backends(self) -> dict[str, str]:
+        """See `Group.backends`."""
+        config = dist.get_backend_config(self._process_group)
+        pairs = (item.partition(":") for item in config.split(","))
+        return {device: backend for device, _, backend in pairs if backend}
+
+
+def all_to_all_bytes(
+    output: torch.Tensor,
+    input_: torch.Tensor,
+    output_splits: Sequence[int] | None,
+    input_splits: Sequence[int] | None,
+    group: ProcessGroup,
+) -> None:
+    """Exchange flat contiguous uint8 tensors: peer p gets slice p of `input_`; None means equal slices.
+
+    Collective. On CUDA with NCCL it is enqueued on the current stream; on gloo it returns when the data is there.
+    """
+    dist.all_to_all_single(
+        output,
+        input_,
+        None if output_splits is None else list(output_splits),
+        None if input_splits is None else list(input_splits),
+        group=group,
+    )
+
+
+def all_gather_bytes(output: torch.Tensor, input_: torch.Tensor, group: ProcessGroup) -> None:
+    """Concatenate the ranks' flat contiguous uint8 tensors of equal length in rank order. Collective."""
+    dist.all_gather_into_tensor(output, input_, group=group)

@@ -1,0 +1,1 @@
+"""Topology: facts (records), probe (never raises), predicates (pure)."""

@@ -1,0 +1,241 @@
+"""The interface of a transport: a descriptor that decides, and a session that moves bytes.
+
+A transport never knows what Ulysses or an all-reduce is. It says what it is (`Transport`), whether a group can use it
+(`probe`, `assess`), and, opened for a group, it executes plans between the ranks (`TransportSession`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from comm_core._json import Json, JsonObject
+from comm_core.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    import torch
+
+    from comm_core.group import Group
+    from comm_core.topology.facts import RankFacts
+    from comm_core.transport.plan import Plan
+
+__all__ = [
+    "ProbeContext",
+    "Properties",
+    "Request",
+    "Staging",
+    "Transport",
+    "TransportSession",
+    "Verdict",
+    "Window",
+]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the group asks for: equal on all ranks, because it was gathered and compared.
+
+    Attributes:
+        backend: ``"auto"`` or a transport name.
+        world_size: ranks of the group.
+        device_type: ``"cuda"`` or ``"cpu"``.
+        group_backends: device type -> torch.distributed backend of the process group; empty without one.
+        dtype: name of the default element type (``"bfloat16"``).
+        itemsize: its bytes.
+        max_bytes: capacity of one operand in bytes.
+        options: options that belong to a transport (``{"nvlink_kernel": "auto"}``) or to an operation.
+        environment: the variables that change the decision, as the ranks agreed on them.
+        timeout_s: the agreed deadline of every step in seconds.
+    """
+
+    backend: str
+    world_size: int
+    device_type: str
+    group_backends: Mapping[str, str] = field(default_factory=dict[str, str])
+    dtype: str = "uint8"
+    itemsize: int = 1
+    max_bytes: int = 0
+    options: Mapping[str, Json] = field(default_factory=dict[str, Json])
+    environment: Mapping[str, str] = field(default_factory=dict[str, str])
+    timeout_s: float = 60.0
+
+    @property
+    def allow_experimental_auto(self) -> bool:
+        """Whether every rank opted in to experimental transports for ``"auto"``."""
+        return self.environment.get("COMM_ALLOW_EXPERIMENTAL_AUTO_BACKENDS") == "1"
+
+    @property
+    def allow_shared_gpu(self) -> bool:
+        """Whether every rank allows several ranks on one GPU."""
+        return self.environment.get("COMM_ALLOW_SHARED_GPU") == "1"
+
+
+class Verdict(NamedTuple):
+    """A transport's answer to a request.
+
+    Attributes:
+        eligible: whether the group can use it.
+        reason: what was verified (eligible) or the first thing that is missing, naming ranks (not eligible).
+        plan: JSON that `Transport.open` needs, for example routes and NICs; equal on all ranks.
+    """
+
+    eligible: bool
+    reason: str
+    plan: JsonObject | None = None
+
+
+@dataclass(frozen=True)
+class ProbeContext:
+    """What a transport's probe may look at: this rank, its device, and what core's own probe found."""
+
+    rank: int
+    device_type: str
+    device_index: int
+    facts: RankFacts
+
+
+class Staging(NamedTuple):
+    """Caller-owned scratch of one exchange: flat contiguous uint8 tensors on the communicator's device."""
+
+    send: torch.Tensor
+    receive: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Properties:
+    """What a session can do; callers ask this, never the type.
+
+    Attributes:
+        peer_pointers: device code can store into the peers' windows.
+        graph_capturable: an exchange can be captured in a CUDA graph.
+        itemsizes: element sizes in bytes that it moves.
+        staging: exchanges use caller-owned staging where it is given (else they allocate).
+        registered_outputs: outputs must come from `allocate_output`.
+        max_batch: largest batch of a plan, 0 for any.
+        shared_resources: other ranks hold mappings of this rank's memory, so `close` is collective.
+    """
+
+    peer_pointers: bool = False
+    graph_capturable: bool = False
+    itemsizes: frozenset[int] = frozenset({1, 2, 4})
+    staging: bool = False
+    registered_outputs: bool = False
+    max_batch: int = 0
+    shared_resources: bool = False
+
+
+class Window(ABC):
+    """Memory of the same size on every rank that the others can write, with a signal block."""
+
+    number: int
+    nbytes: int
+
+    @property
+    @abstractmethod
+    def local(self) -> torch.Tensor:
+        """This rank's memory as a flat uint8 tensor of `nbytes`."""
+
+    @property
+    @abstractmethod
+    def peer_pointers(self) -> tuple[int, ...]:
+        """Device address of every rank's memory as seen from here, in rank order."""
+
+
+class Transport(ABC):
+    """Describes a way to move bytes and opens it for a group. Stateless and cheap to import.
+
+    Class attributes:
+        name: entry-point key, and what users pass as ``backend=``.
+        version: of the package that provides it.
+        wire: number of its protocol between ranks; ranks with different numbers don't use it together.
+        priority: ``"auto"`` tries higher ones first; ties go by name.
+        experimental: ``"auto"`` tries it last, and only with the opt-in.
+    """
+
+    name: str
+    version: str
+    wire: int
+    priority: int
+    experimental: bool = False
+
+    def probe(self, context: ProbeContext) -> JsonObject:
+        """Return facts of this rank that `assess` needs beyond core's own. Local; no allocation; may raise."""
+        return {}
+
+    @abstractmethod
+    def assess(self, request: Request, facts: Sequence[RankFacts]) -> Verdict:
+        """Say whether the group can use this transport.
+
+        Pure: the same arguments give the same verdict in every process. `facts` is in rank order and holds every
+        rank's probe; this transport's own part is ``facts[i].plugins[self.name]``.
+        """
+
+    @abstractmethod
+    def open(self, group: Group, request: Request, plan: JsonObject | None, device: torch.device) -> TransportSession:
+        """Open for `group`. Collective and staged: each stage ends in a joint outcome (`consensus.Transaction`).
+
+        Args:
+            group: the ranks.
+            request: what they asked for.
+            plan: the plan of the verdict that admitted this transport.
+            device: this rank's device.
+
+        Raises:
+            JointError: on every rank, after everything that was set up has been taken down on every rank.
+        """
+
+
+class TransportSession(ABC):
+    """A transport opened for a group: it executes plans. Owns its resources until `close`."""
+
+    properties: Properties
+    route: str | None = None
+    """Which of the transport's own routes is used (``"p2p"``, ``"rdma"``…), where it has several."""
+
+    @abstractmethod
+    def exchange(
+        self,
+        plan: Plan,
+        sources: Sequence[torch.Tensor],
+        destination: torch.Tensor,
+        *,
+        staging: Staging | None = None,
+    ) -> None:
+        """Execute `plan`: this rank's bytes to every peer, and every peer's bytes into `destination`.
+
+        Collective, on the current stream of the device; the destination is complete for work enqueued after it.
+        Arguments were validated by the caller: dtype, shapes, device, capacity, no overlap.
+
+        Raises:
+            TransportError: the exchange failed; the session is then broken.
+        """
+
+    @abstractmethod
+    def all_gather_small(self, value: torch.Tensor, out: torch.Tensor) -> None:
+        """Gather equal-sized contiguous tensors of up to 1 MiB: ``out[r]`` is rank r's `value`. Collective."""
+
+    @abstractmethod
+    def barrier(self) -> None:
+        """Order the ranks: work enqueued after it starts after all ranks have reached it. Collective."""
+
+    def allocate_output(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return an output that exchanges write without staging, where the transport has such. May be collective."""
+        import torch
+
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
+
+    def window(self, nbytes: int) -> Window:
+        """Allocate a window of `nbytes` on every rank. Collective.
+
+        Raises:
+            UnsupportedError: the transport has no memory that peers can write.
+        """
+        raise UnsupportedError(
+            f"{type(self).__name__} has no windows: its peers can't write this rank's memory "
+            "(properties.peer_pointers is false)"
+        )
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Release everything. Collective where `properties.shared_resources`; may be called again after a failure."""
