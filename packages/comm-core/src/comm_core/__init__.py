@@ -6,14 +6,89 @@ disk, and works without torch.distributed.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from comm_core._lazy import attach
 from comm_core._version import __version__
 
+if TYPE_CHECKING:
+    # For type checkers and editors only; a test keeps it equal to the table below.
+    from comm_core.comm_backend import CommBackend, MPIBackend, TorchDistBackend
+    from comm_core.errors import (
+        CommError,
+        GroupTimeoutError,
+        JointError,
+        JointValueError,
+        TransportError,
+        UlyssesBackendError,
+    )
+    from comm_core.group import Group
+    from comm_core.mapping import Mapping
+    from comm_core.memory.cudart import CudaRTLibrary
+    from comm_core.memory.shared_buffer import create_shared_buffer, free_shared_buffer
+    from comm_core.memory.strided import pack_strided_memory
+    from comm_core.topology.ulysses import UlyssesPciePlan, UlyssesRankTopology, probe_ulysses_rank_topology
+    from comm_core.ulysses.communicator import UlyssesCommunicator
+    from comm_core.ulysses.decision import UlyssesBackendDecision, decide_ulysses_backend, resolve_ulysses_backend
+    from comm_core.ulysses.head_chunk import merge_ulysses_output_head_chunk, pack_ulysses_qkv_head_chunk
+    from comm_core.ulysses.workspace import UlyssesWorkspace
+
 __all__ = [
+    "CommBackend",
+    "CommError",
+    "CudaRTLibrary",
+    "Group",
+    "GroupTimeoutError",
+    "JointError",
+    "JointValueError",
+    "MPIBackend",
+    "Mapping",
+    "TorchDistBackend",
+    "TransportError",
+    "UlyssesBackendDecision",
+    "UlyssesBackendError",
+    "UlyssesCommunicator",
+    "UlyssesPciePlan",
+    "UlyssesRankTopology",
+    "UlyssesWorkspace",
+    "create_shared_buffer",
+    "decide_ulysses_backend",
+    "free_shared_buffer",
+    "merge_ulysses_output_head_chunk",
+    "pack_strided_memory",
+    "pack_ulysses_qkv_head_chunk",
+    "probe_ulysses_rank_topology",
+    "resolve_ulysses_backend",
     "__version__",
 ]
 
-_NAMES: dict[str, str] = {}
+_NAMES: dict[str, str] = {
+    "CommBackend": "comm_core.comm_backend",
+    "CommError": "comm_core.errors",
+    "CudaRTLibrary": "comm_core.memory.cudart",
+    "Group": "comm_core.group",
+    "GroupTimeoutError": "comm_core.errors",
+    "JointError": "comm_core.errors",
+    "JointValueError": "comm_core.errors",
+    "MPIBackend": "comm_core.comm_backend",
+    "Mapping": "comm_core.mapping",
+    "TorchDistBackend": "comm_core.comm_backend",
+    "TransportError": "comm_core.errors",
+    "UlyssesBackendDecision": "comm_core.ulysses.decision",
+    "UlyssesBackendError": "comm_core.errors",
+    "UlyssesCommunicator": "comm_core.ulysses.communicator",
+    "UlyssesPciePlan": "comm_core.topology.ulysses",
+    "UlyssesRankTopology": "comm_core.topology.ulysses",
+    "UlyssesWorkspace": "comm_core.ulysses.workspace",
+    "create_shared_buffer": "comm_core.memory.shared_buffer",
+    "decide_ulysses_backend": "comm_core.ulysses.decision",
+    "free_shared_buffer": "comm_core.memory.shared_buffer",
+    "merge_ulysses_output_head_chunk": "comm_core.ulysses.head_chunk",
+    "pack_strided_memory": "comm_core.memory.strided",
+    "pack_ulysses_qkv_head_chunk": "comm_core.ulysses.head_chunk",
+    "probe_ulysses_rank_topology": "comm_core.topology.ulysses",
+    "resolve_ulysses_backend": "comm_core.ulysses.decision",
+}
 """Public name -> module that defines it."""
 
 __getattr__, __dir__ = attach(__name__, _NAMES)

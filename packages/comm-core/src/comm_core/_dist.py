@@ -3,12 +3,14 @@
 torch's annotations are partial here, so strict type checking stops at this file's signatures.
 """
 
-# pyright: reportUnknownMemberType=false, reportPrivateUsage=false
+# pyright: reportUnknownMemberType=false, reportPrivateUsage=false, reportUnknownVariableType=false
+# pyright: reportPrivateImportUsage=false, reportDeprecated=false
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Protocol, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,7 +23,7 @@ from comm_core.group import Store, StoreGroup, _Channel
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["DistGroup", "TorchStore", "all_gather_bytes", "all_to_all_bytes", "resolve_group"]
+__all__ = ["DistGroup", "TorchStore", "Work", "all_gather_bytes", "all_to_all_bytes", "barrier", "resolve_group"]
 
 
 class TorchStore(Store):
@@ -36,7 +38,7 @@ class TorchStore(Store):
 
     def get(self, key: str) -> str:
         """See `Store.get`."""
-        return cast("bytes", self._store.get(key)).decode()
+        return self._store.get(key).decode()
 
     def check(self, key: str) -> bool:
         """See `Store.check`."""
@@ -109,26 +111,39 @@ class DistGroup(StoreGroup):
         return {device: backend for device, _, backend in pairs if backend}
 
 
+class Work(Protocol):
+    """What is left to wait for."""
+
+    def wait(self, timeout: timedelta = ...) -> bool:
+        """Wait on the host (gloo) or order the current stream (NCCL); raises RuntimeError at the deadline."""
+        ...
+
+
 def all_to_all_bytes(
     output: torch.Tensor,
     input_: torch.Tensor,
     output_splits: Sequence[int] | None,
     input_splits: Sequence[int] | None,
     group: ProcessGroup,
-) -> None:
-    """Exchange flat contiguous uint8 tensors: peer p gets slice p of `input_`; None means equal slices.
-
-    Collective. On CUDA with NCCL it is enqueued on the current stream; on gloo it returns when the data is there.
-    """
-    dist.all_to_all_single(
+) -> Work:
+    """Exchange flat contiguous uint8 tensors: peer p gets slice p of `input_`; None means equal slices. Collective."""
+    work = dist.all_to_all_single(
         output,
         input_,
         None if output_splits is None else list(output_splits),
         None if input_splits is None else list(input_splits),
         group=group,
+        async_op=True,
     )
+    return cast("Work", work)
 
 
-def all_gather_bytes(output: torch.Tensor, input_: torch.Tensor, group: ProcessGroup) -> None:
+def all_gather_bytes(output: torch.Tensor, input_: torch.Tensor, group: ProcessGroup) -> Work:
     """Concatenate the ranks' flat contiguous uint8 tensors of equal length in rank order. Collective."""
-    dist.all_gather_into_tensor(output, input_, group=group)
+    return cast("Work", dist.all_gather_into_tensor(output, input_, group=group, async_op=True))
+
+
+def barrier(group: ProcessGroup, device: torch.device) -> Work:
+    """Order the ranks. Collective."""
+    ids = [device.index] if device.type == "cuda" and dist.get_backend(group) == "nccl" else None
+    return cast("Work", dist.barrier(group=group, async_op=True, device_ids=ids))

@@ -204,10 +204,16 @@ def _same_step(name: str, records: Sequence[dict[str, Json]]) -> list[Json]:
     if len(set(steps)) > 1:
         raise JointError(
             f"group {name!r}: the ranks are at different steps",
-            {rank: f"at {step!r}" for rank, step in enumerate(steps)},
+            {rank: _where(record) for rank, record in enumerate(records)},
             hint="Every rank must make the same calls in the same order",
         )
     return [record["value"] for record in records]
+
+
+def _where(record: dict[str, Json]) -> str:
+    value = record["value"]
+    error = value.get("error") if isinstance(value, dict) else None
+    return f"at {record['what']!r}" + (f" ({error})" if error else "")
 
 
 def _ranks(ranks: Sequence[int]) -> str:

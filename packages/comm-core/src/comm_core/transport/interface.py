@@ -17,7 +17,7 @@ from comm_core.errors import UnsupportedError
 if TYPE_CHECKING:
     import torch
 
-    from comm_core.group import Group
+    from comm_core.consensus import Transaction
     from comm_core.topology.facts import RankFacts
     from comm_core.transport.plan import Plan
 
@@ -173,17 +173,20 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    def open(self, group: Group, request: Request, plan: JsonObject | None, device: torch.device) -> TransportSession:
-        """Open for `group`. Collective and staged: each stage ends in a joint outcome (`consensus.Transaction`).
+    def open(
+        self, stages: Transaction, request: Request, plan: JsonObject | None, device: torch.device
+    ) -> TransportSession:
+        """Open for a group. Collective and staged.
+
+        Everything that can fail, and everything that must be taken down again, is a step of `stages`: it ends in a
+        joint outcome, and a failure on any rank, in a step or between two, takes down every rank's steps in reverse
+        order and in step with each other. The session keeps ``stages.teardown`` for its own `close`.
 
         Args:
-            group: the ranks.
-            request: what they asked for.
+            stages: the transaction around the whole opening; ``stages.group`` is the group.
+            request: what the ranks asked for.
             plan: the plan of the verdict that admitted this transport.
             device: this rank's device.
-
-        Raises:
-            JointError: on every rank, after everything that was set up has been taken down on every rank.
         """
 
 
@@ -193,6 +196,8 @@ class TransportSession(ABC):
     properties: Properties
     route: str | None = None
     """Which of the transport's own routes is used (``"p2p"``, ``"rdma"``…), where it has several."""
+    kernel: str | None = None
+    """Which of its kernels is launched, where it has several."""
 
     @abstractmethod
     def exchange(
@@ -226,6 +231,14 @@ class TransportSession(ABC):
 
         return torch.empty(tuple(shape), dtype=dtype, device=device)
 
+    def input_buffer(self, out: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+        """Return the input staging behind a registered output as a view of `shape`.
+
+        Raises:
+            UnsupportedError: the transport stages no inputs.
+        """
+        raise UnsupportedError(f"{type(self).__name__} stages no inputs")
+
     def window(self, nbytes: int) -> Window:
         """Allocate a window of `nbytes` on every rank. Collective.
 
@@ -237,5 +250,5 @@ class TransportSession(ABC):
             "(properties.peer_pointers is false)"
         )
 
-    def close(self, timeout_s: float | None = None) -> None:
+    def close(self, timeout_s: float | None = None) -> None:  # noqa: B027 - a session may own nothing
         """Release everything. Collective where `properties.shared_resources`; may be called again after a failure."""

@@ -6,8 +6,8 @@ from the same pure function of the geometry, so each rank knows, without asking,
 
 A copy is a nest of levels around rows of contiguous bytes::
 
-    for i0 in range(count0):                          # levels[0], outermost
-        for i1 in range(count1):                      # levels[1]
+    for i0 in range(repeat0):                         # levels[0], outermost
+        for i1 in range(repeat1):                     # levels[1]
             source = source_offset + i0 * source_pitch0 + i1 * source_pitch1
             target = target_offset + i0 * target_pitch0 + i1 * target_pitch1
             destination[target : target + row_bytes] = sources[source_index][source : source + row_bytes]
@@ -29,7 +29,7 @@ __all__ = ["Copy", "Level", "Plan", "collapse"]
 class Level(NamedTuple):
     """One level of a copy's nest: how often, and how far apart in bytes on each side."""
 
-    count: int
+    repeat: int
     source_pitch: int
     target_pitch: int
 
@@ -58,7 +58,7 @@ class Copy(NamedTuple):
         """Bytes that this copy moves."""
         total = self.row_bytes
         for level in self.levels:
-            total *= level.count
+            total *= level.repeat
         return total
 
     @property
@@ -78,8 +78,8 @@ class Copy(NamedTuple):
             if depth == len(self.levels):
                 yield source, target
                 return
-            count, source_pitch, target_pitch = self.levels[depth]
-            for i in range(count):
+            repeat, source_pitch, target_pitch = self.levels[depth]
+            for i in range(repeat):
                 yield from walk(depth + 1, source + i * source_pitch, target + i * target_pitch)
 
         return walk(0, self.source_offset, self.target_offset)
@@ -91,15 +91,18 @@ def collapse(levels: Sequence[Level], row_bytes: int) -> tuple[tuple[Level, ...]
     The order of rows is kept, so a packed copy of the result has the same bytes as one of the argument.
     """
     merged: list[Level] = []
-    for level in reversed([level for level in levels if level.count != 1]):
-        count, source_pitch, target_pitch = level
+    for level in reversed([level for level in levels if level.repeat != 1]):
+        repeat, source_pitch, target_pitch = level
         if merged:
             inner = merged[-1]
-            if source_pitch == inner.count * inner.source_pitch and target_pitch == inner.count * inner.target_pitch:
-                merged[-1] = Level(count * inner.count, inner.source_pitch, inner.target_pitch)
+            if (
+                source_pitch == inner.repeat * inner.source_pitch
+                and target_pitch == inner.repeat * inner.target_pitch
+            ):
+                merged[-1] = Level(repeat * inner.repeat, inner.source_pitch, inner.target_pitch)
                 continue
         elif source_pitch == row_bytes and target_pitch == row_bytes:
-            row_bytes *= count
+            row_bytes *= repeat
             continue
         merged.append(level)
     return tuple(reversed(merged)), row_bytes

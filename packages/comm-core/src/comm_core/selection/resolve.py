@@ -1,0 +1,228 @@
+"""Resolve: the group's decision in at most three gathers, whatever fails on one rank.
+
+1. Requests: arguments, environment, plugins. Invalid or mixed ones raise on every rank.
+2. Facts: each rank's probe; a probe that raises or hangs becomes an error fact.
+3. Verdicts: every rank evaluates the same pure function; a transport on which the ranks differ is removed.
+
+A group-wide request for a fallback by name (``"nccl"``, ``"gloo"``) ends after the first gather.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, TypeVar, cast
+
+from comm_core import _env, known
+from comm_core._json import Json, JsonObject, canonical
+from comm_core._version import __version__
+from comm_core.consensus import describe
+from comm_core.errors import CommError
+from comm_core.group import Group
+from comm_core.plugins.discovery import Registry, registry
+from comm_core.selection import decide
+from comm_core.selection.decision import Decision
+from comm_core.selection.request import Merged, Offer, RankRequest, merge
+from comm_core.topology.facts import RankFacts
+from comm_core.transport.interface import ProbeContext, Transport
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Asked", "resolve"]
+
+_log = logging.getLogger("comm_core")
+_T = TypeVar("_T")
+
+_COMPARED_VARIABLES = ("NCCL_P2P_DISABLE",)
+"""Variables of other libraries that change what peers may do, so they must be equal on all ranks."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What this rank's caller asked for, before the group has agreed.
+
+    Attributes:
+        what: the step, for messages; equal on all ranks.
+        backend: as the caller passed it; anything.
+        device: this rank's device, or None where it could not be determined (then `errors` says why).
+        dtype: name of the default element type.
+        itemsize: its bytes.
+        max_bytes: capacity in bytes.
+        options: of transports and operations; JSON.
+        errors: what is wrong with this rank's arguments.
+    """
+
+    what: str
+    backend: object
+    device: torch.device | None
+    dtype: str = "uint8"
+    itemsize: int = 1
+    max_bytes: int = 0
+    options: Mapping[str, Json] = field(default_factory=dict[str, Json])
+    errors: tuple[str, ...] = ()
+
+
+def resolve(group: Group, asked: Asked, plugins: Registry | None = None) -> Decision:
+    """Return the decision of `group`. Collective; nothing is allocated, compiled or opened.
+
+    Args:
+        group: the ranks.
+        asked: what this rank's caller wants.
+        plugins: registry to use; None is this process's.
+
+    Raises:
+        JointValueError: requests are invalid or differ; on every rank, with the per-rank values.
+        UlyssesBackendError: a backend was asked for by name and can't be used; on every rank.
+        GroupTimeoutError: a rank is missing.
+    """
+    own, plugins = _own_request(group, asked, plugins)
+    requests = [RankRequest.from_json(item) for item in group.gather(f"{asked.what}: requests", own.to_json())]
+    merged = merge(asked.what, requests, group.timeout_s)
+    request = merged.request
+    offer = merged.offers.get(request.backend)
+    if offer is not None and offer.fallback:
+        considered = decide.assess_all(merged, plugins.transports, ())
+        return decide.choose(request, considered, ())
+    # The ranks agreed on one device type, so every rank has a device.
+    device = cast("torch.device", asked.device)
+    facts = _gather_facts(group, asked.what, merged, plugins, device)
+    verdicts = decide.assess_all(merged, plugins.transports, facts)
+    digests = group.gather(f"{asked.what}: verdicts", decide.considered_digests(verdicts))
+    decision = decide.choose(request, decide.agree(verdicts, digests), facts, shared_gpu=_shared_gpu(merged, facts))
+    _log.info("%s: %s (%s)", asked.what, decision.backend, decision.reason)
+    return decision
+
+
+def _own_request(group: Group, asked: Asked, plugins: Registry | None) -> tuple[RankRequest, Registry]:
+    """Return this rank's request; whatever fails here travels in it, so that no rank is left waiting."""
+    errors = list(asked.errors)
+    backend = asked.backend
+    if type(backend) is not str:
+        errors.append(f"backend must be a str, got {type(backend).__name__}")
+        backend = "auto"
+    environment: dict[str, str] = {}
+    try:
+        environment = _environment(group)
+    except CommError as error:
+        errors.append(str(error))
+    if plugins is None:
+        try:
+            plugins = registry()
+        except Exception as error:
+            errors.append(f"plugin discovery failed: {describe(error)}")
+            plugins = Registry()
+    names = {*known.TRANSPORTS} | ({backend} - {"auto"})
+    request = RankRequest(
+        backend=backend,
+        device_type="" if asked.device is None else asked.device.type,
+        device=_device_identity(asked.device),
+        group_backends=group.backends,
+        dtype=asked.dtype,
+        itemsize=asked.itemsize,
+        max_bytes=asked.max_bytes,
+        options=asked.options,
+        environment=environment,
+        plugins={name: _offer(item) for name, item in plugins.transports.items()},
+        missing={name: plugins.why_missing(name) for name in names if name not in plugins.transports},
+        versions={"comm-core": __version__},
+        errors=tuple(errors),
+    )
+    try:
+        canonical(request.to_json())
+    except (TypeError, ValueError) as error:
+        request = replace(request, options={}, errors=(*errors, f"options must be JSON: {error}"))
+    return request, plugins
+
+
+def _offer(transport: Transport) -> Offer:
+    return Offer(transport.version, transport.wire, transport.priority, transport.experimental)
+
+
+def _environment(group: Group) -> dict[str, str]:
+    import os
+
+    values = {
+        "COMM_ALLOW_EXPERIMENTAL_AUTO_BACKENDS": str(int(_env.allow_experimental_auto())),
+        "COMM_ALLOW_SHARED_GPU": str(int(_env.allow_shared_gpu())),
+        "COMM_CHECK": str(int(_env.check())),
+        "COMM_TIMEOUT_S": f"{group.timeout_s:g}",
+    }
+    for name in _COMPARED_VARIABLES:
+        values[name] = os.environ.get(name, "")
+    return values
+
+
+def _device_identity(device: torch.device | None) -> str:
+    if device is None or device.type != "cuda":
+        return ""
+    from comm_core import _cuda
+
+    return _cuda.device_properties(device.index).uuid
+
+
+def _gather_facts(
+    group: Group, what: str, merged: Merged, plugins: Registry, device: torch.device
+) -> tuple[RankFacts, ...]:
+    # Leave the others a margin: a probe that hangs here must become a fact before they give up on this rank.
+    seconds = group.timeout_s / 2
+    own = _probe(group.rank, device, merged, plugins, seconds)
+    gathered = group.gather(f"{what}: facts", own.to_json())
+    return tuple(RankFacts.from_json(item) for item in gathered)
+
+
+def _probe(rank: int, device: torch.device, merged: Merged, plugins: Registry, seconds: float) -> RankFacts:
+    def core() -> RankFacts:
+        from comm_core.topology.probe import probe_rank
+
+        return probe_rank(rank, device)
+
+    facts, error = _bounded(core, seconds)
+    if facts is None:
+        facts = RankFacts(rank=rank, error=f"the topology probe failed: {error}")
+    candidates = [name for name in merged.common if merged.request.backend in ("auto", name)]
+    results: dict[str, Json] = dict(facts.plugins)
+    for name in candidates:
+        transport = plugins.transports[name]
+        if type(transport).probe is Transport.probe or (facts.recorded and name in results):
+            continue
+        context = ProbeContext(rank, device.type, device.index if device.type == "cuda" else -1, facts)
+        value, error = _bounded(lambda probe=transport.probe, context=context: _checked(probe(context)), seconds)
+        results[name] = value if value is not None else {"error": error}
+    return replace(facts, plugins=results)
+
+
+def _checked(value: JsonObject) -> JsonObject:
+    canonical(value)
+    return value
+
+
+def _bounded(call: Callable[[], _T], seconds: float) -> tuple[_T | None, str]:
+    """Return (`call()`, "") or (None, why not), within `seconds`.
+
+    A probe can hang in a driver call that nothing interrupts; its thread is then left behind as a daemon.
+    """
+    box: list[_T] = []
+    errors: list[str] = []
+
+    def run() -> None:
+        try:
+            box.append(call())
+        except BaseException as error:
+            errors.append(describe(error))
+
+    thread = threading.Thread(target=run, name="comm-probe", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if box:
+        return box[0], ""
+    return None, errors[0] if errors else f"no answer within {seconds:g} s"
+
+
+def _shared_gpu(merged: Merged, facts: Sequence[RankFacts]) -> bool:
+    if not merged.request.allow_shared_gpu or merged.request.device_type != "cuda":
+        return False
+    uuids = [item.device.uuid for item in facts if item.device.uuid]
+    return len(set(uuids)) < len(uuids)

@@ -1,0 +1,101 @@
+"""Opens what was decided; ``"auto"`` falls back where opening fails."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from comm_core.consensus import Transaction, describe
+from comm_core.errors import GroupTimeoutError, UlyssesBackendError
+from comm_core.group import Group
+from comm_core.plugins.discovery import registry
+from comm_core.selection.decision import Considered, Decision
+from comm_core.transport.interface import TransportSession
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Opened", "open_transport"]
+
+_log = logging.getLogger("comm_core")
+
+
+@dataclass(frozen=True)
+class Opened:
+    """An opened transport.
+
+    Attributes:
+        decision: as it came out.
+        resolved: as it was before anything was opened.
+        session: the transport, or None where nothing is exchanged (one rank).
+        fallback_reason: why ``"auto"`` did not take what it prefers, or None.
+    """
+
+    decision: Decision
+    resolved: Decision
+    session: TransportSession | None
+    fallback_reason: str | None
+
+
+def open_transport(group: Group, resolved: Decision, device: torch.device) -> Opened:
+    """Open the chosen transport, or, for ``"auto"``, the next eligible one until one opens. Collective.
+
+    Opening is one transaction of the group, so every rank fails, and falls back, together.
+
+    Raises:
+        UlyssesBackendError: nothing could be opened, or the one that was asked for could not.
+        GroupTimeoutError: a rank is missing.
+    """
+    decision = resolved
+    failures: list[str] = []
+    while True:
+        try:
+            session = _open(group, decision, device)
+        except GroupTimeoutError:
+            raise
+        except Exception as error:
+            failures.append(describe(error))
+            after = _without(decision, describe(error))
+            if after is None:
+                raise UlyssesBackendError("; ".join(failures)) from error
+            _log.warning("%s can't be opened, falling back to %s: %s", decision.backend, after.backend, error)
+            decision = after
+            continue
+        reason = _fallback_reason(decision, failures)
+        return Opened(decision, resolved, session, reason)
+
+
+def _open(group: Group, decision: Decision, device: torch.device) -> TransportSession:
+    """Open one transport. It fails on all ranks or on none, however its `open` fails on this one."""
+    transport = registry().transport(decision.backend)
+    with Transaction(group, f"open transport {decision.backend!r}") as stages:
+        session = transport.open(stages, decision.request, decision.plan, device)
+        stages.step("ready", lambda: None)
+        stages.commit()
+    return session
+
+
+def _without(decision: Decision, failure: str) -> Decision | None:
+    """Return the decision for the next eligible transport, or None."""
+    if decision.request.backend != "auto" or not decision.fallbacks:
+        return None
+    following = decision.fallbacks[0]
+    considered = tuple(
+        Considered(item.name, False, f"opening it failed: {failure}") if item.name == decision.backend else item
+        for item in decision.considered
+    )
+    return replace(
+        decision,
+        backend=following.name,
+        reason=following.reason,
+        plan=following.plan,
+        considered=considered,
+    )
+
+
+def _fallback_reason(decision: Decision, failures: list[str]) -> str | None:
+    if decision.request.backend != "auto":
+        return None
+    reasons = [f"{item.name}: {item.reason}" for item in decision.passed_over]
+    return "; ".join(reasons) or None

@@ -1,0 +1,86 @@
+"""One call of a communicator, checked and planned; and, in checked mode, agreed by the group before it starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+
+from comm_core._json import Json, JsonObject, canonical
+from comm_core.consensus import describe
+from comm_core.errors import CommError, JointValueError
+from comm_core.group import Group
+from comm_core.transport.plan import Plan
+from comm_core.ulysses.workspace import UlyssesWorkspace
+
+__all__ = ["Call", "agree"]
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call whose arguments were found good on this rank.
+
+    Attributes:
+        plan: what bytes go where.
+        sources: the operands.
+        shape: of the output.
+        dtype: element type.
+        out: the caller's output, or None.
+        workspace: the caller's staging, or None.
+        geometry: everything that must be equal on all ranks, for the checked mode. The transport sees only bytes:
+            equal sizes with different shapes or dtypes would exchange without an error and mean nothing.
+    """
+
+    plan: Plan
+    sources: Sequence[torch.Tensor]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    out: torch.Tensor | None
+    workspace: UlyssesWorkspace | None
+    geometry: JsonObject
+
+
+def agree(group: Group, what: str, number: int, prepare: Callable[[], Call]) -> Call:
+    """Prepare a call on every rank and compare them, before anything is communicated (``COMM_CHECK=1``). Collective.
+
+    Args:
+        group: the ranks.
+        what: the operation.
+        number: of the call on this communicator.
+        prepare: checks this rank's arguments.
+
+    Raises:
+        CommError: this rank's own arguments are bad; the others raise a `JointValueError` that says so.
+        JointValueError: another rank's arguments are bad, or the ranks are not at the same call or geometry.
+        GroupTimeoutError: a rank did not call.
+    """
+    own: CommError | None = None
+    call: Call | None = None
+    record: dict[str, Json] = {"operation": what, "call": number}
+    try:
+        call = prepare()
+        record["geometry"] = call.geometry
+    except CommError as error:
+        own = error
+        record["error"] = describe(error)
+    # One name for every operation: ranks at different operations must meet here to be told apart.
+    records = cast("list[Mapping[str, Any]]", group.gather("checked call", record))
+    if own is not None:
+        raise own
+    failed = {rank: str(item["error"]) for rank, item in enumerate(records) if "error" in item}
+    if failed:
+        raise JointValueError(f"{what}: refused on another rank, nothing was exchanged", failed)
+    if len({canonical(item) for item in records}) > 1:
+        raise JointValueError(
+            f"{what}: the ranks make different calls, nothing was exchanged",
+            {rank: _text(item) for rank, item in enumerate(records)},
+        )
+    assert call is not None
+    return call
+
+
+def _text(record: Mapping[str, Any]) -> str:
+    geometry = ", ".join(f"{key}={value}" for key, value in record["geometry"].items())
+    return f"call {record['call']}: {record['operation']}({geometry})"

@@ -1,0 +1,703 @@
+"""UlyssesCommunicator: validates, decides once, and hands plans to a transport."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from comm_core import _cuda, known
+from comm_core._dtypes import check_dtype, dtype_name
+from comm_core._json import Json
+from comm_core.consensus import joint
+from comm_core.errors import (
+    ArgumentTypeError,
+    ArgumentValueError,
+    ClosedError,
+    CommError,
+    TransportError,
+    UnsupportedError,
+)
+from comm_core.group import Group, as_group
+from comm_core.plugins.discovery import registry
+from comm_core.selection import Asked, resolve
+from comm_core.transport import strided
+from comm_core.transport.interface import TransportSession
+from comm_core.transport.opening import Opened, open_transport
+from comm_core.ulysses import plans, validation
+from comm_core.ulysses.call import Call, agree
+from comm_core.ulysses.decision import UlyssesBackendDecision, default_device, passthrough
+from comm_core.ulysses.head_chunk import check_heads, check_qkv
+from comm_core.ulysses.validation import MAX_BYTES, Limits, Shape, check_disjoint, positive_int, strides_of
+from comm_core.ulysses.workspace import UlyssesWorkspace, check_workspace
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["UlyssesCommunicator"]
+
+_NVLINK_KERNELS = ("auto", "portable", "cake")
+_OPERATIONS = ("scatter_heads", "gather_heads", "exchange_chunks")
+
+
+class UlyssesCommunicator:
+    """The all-to-alls of Ulysses sequence parallelism over ``[B, S, H, D]``.
+
+    An attention layer makes four calls: Q, K and V through `scatter_heads`, the output through `gather_heads`. All
+    transports give the same bits.
+
+    The constructor is collective, and decides on the transport before anything is allocated or compiled. Every rank
+    must then make the same calls in the same order with equal geometry, one at a time; ``COMM_CHECK=1`` (on every
+    rank) verifies this before each call and raises on every rank where it does not hold. Calls run on the current
+    stream. They are not differentiable.
+
+    Args:
+        group: process group of the Ulysses ranks (or a `comm_core.group.Group`); None is WORLD.
+        max_bytes: capacity of one operand in bytes, equal on all ranks; at most ``(2**31 - 1) * 4``.
+        dtype: default element type: any plain dtype of 1, 2 or 4 bytes.
+        backend: ``"auto"``, or the name of a transport, which is then used or refused on every rank: ``"nccl"`` and
+            ``"gloo"`` are built in, ``"nvlink"``, ``"pcie"`` and ``"mnnvl"`` come with their packages, others with
+            other plugins.
+        nvlink_kernel: ``"auto"``, ``"portable"`` or ``"cake"``; equal on all ranks.
+        device: this rank's device. None is the current CUDA device where the group has NCCL or CUDA is initialized
+            in this process, else the CPU. An int is a CUDA ordinal.
+        max_elems: deprecated: the capacity in elements of `dtype`. Give exactly one capacity.
+
+    Raises:
+        ArgumentTypeError: the group is none (raised here alone; everything else is raised on every rank).
+        JointValueError: a rank's arguments are invalid, or the ranks' arguments, environment or plugins don't fit.
+        UlyssesBackendError: the backend that was asked for can't be used.
+        GroupTimeoutError: a rank is missing.
+    """
+
+    def __init__(
+        self,
+        group: ProcessGroup | Group | None = None,
+        *,
+        max_bytes: int | None = None,
+        dtype: torch.dtype,
+        backend: str = "auto",
+        nvlink_kernel: str = "auto",
+        device: torch.device | str | int | None = None,
+        max_elems: int | None = None,
+    ) -> None:
+        self._session: TransportSession | None = None
+        self._closed = False
+        self._broken: str | None = None
+        self._busy = threading.Lock()
+        self._calls = 0
+        self._bytes_sent = 0
+        self._group = as_group(group)
+        arguments = _Arguments(max_bytes, max_elems, dtype, nvlink_kernel, device, self._group)
+        if self._group.size == 1:
+            arguments.raise_first()
+        asked = Asked(
+            "UlyssesCommunicator",
+            backend,
+            arguments.device,
+            dtype_name(arguments.dtype),
+            arguments.dtype.itemsize,
+            arguments.max_bytes,
+            {"nvlink_kernel": arguments.nvlink_kernel},
+            tuple(map(str, arguments.errors)),
+        )
+        opened = self._decide(asked)
+        self._limits = Limits(arguments.device, arguments.dtype, arguments.max_bytes)
+        self._checked = opened.decision.request.environment.get("COMM_CHECK") == "1"
+        self._session = opened.session
+        self._decision = UlyssesBackendDecision.of(opened.decision)
+        self._topology_decision = UlyssesBackendDecision.of(opened.resolved)
+        self._fallback_reason = opened.fallback_reason
+
+    def _decide(self, asked: Asked) -> Opened:
+        device = asked.device
+        if self._group.size == 1 and asked.backend == "auto" and device is not None:
+            decision = passthrough(asked, device)
+            return Opened(decision, decision, None, decision.reason)
+        decision = resolve(self._group, asked)
+        if self._group.size == 1:
+            return Opened(decision, decision, None, None)
+        assert device is not None
+        return open_transport(self._group, decision, device)
+
+    # Properties
+
+    @property
+    def backend(self) -> str:
+        """Name of the transport that is used."""
+        return self._decision.backend
+
+    @property
+    def transport(self) -> str | None:
+        """Route of a transport that has several (``"p2p"``, ``"hybrid"`` or ``"rdma"`` for PCIe), else None."""
+        return None if self._session is None else self._session.route
+
+    @property
+    def decision(self) -> UlyssesBackendDecision:
+        """The decision as it came out, with everything that was considered."""
+        return self._decision
+
+    @property
+    def topology_decision(self) -> UlyssesBackendDecision:
+        """The decision before anything was opened; differs from `decision` where opening failed and `auto` fell back."""
+        return self._topology_decision
+
+    @property
+    def fallback_reason(self) -> str | None:
+        """Why ``"auto"`` did not take what it prefers, or None where it did or a backend was named."""
+        return self._fallback_reason
+
+    @property
+    def nvlink_kernel(self) -> str | None:
+        """Which kernel the NVLink transport launches; None unless it is armed."""
+        return self._session.kernel if self._session is not None and self.backend == "nvlink" else None
+
+    @property
+    def max_bytes(self) -> int:
+        """Capacity of one operand in bytes."""
+        return self._limits.max_bytes
+
+    @property
+    def max_elems(self) -> int:
+        """Capacity of one operand in elements of the construction dtype."""
+        return self._limits.max_bytes // self._limits.dtype.itemsize
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Default element type."""
+        return self._limits.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """This rank's device."""
+        return self._limits.device
+
+    @property
+    def rank(self) -> int:
+        """This rank within the group."""
+        return self._group.rank
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the group."""
+        return self._group.size
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that left this rank for others so far; grows with every call that exchanged something."""
+        return self._bytes_sent
+
+    # Whole-head calls
+
+    def scatter_heads(
+        self,
+        x: torch.Tensor,
+        *,
+        out: torch.Tensor | None = None,
+        dtype: torch.dtype | None = None,
+        workspace: UlyssesWorkspace | None = None,
+    ) -> torch.Tensor:
+        """Scatter the heads and gather the sequence: ``[B, S_local, H, D] -> [B, S_global, H_local, D]``. Collective.
+
+        Args:
+            x: contiguous operand; ``H % world_size == 0``.
+            out: contiguous output of that shape; must not overlap `x` (with one rank it may be `x` itself).
+            dtype: element type of this call; None is the communicator's.
+            workspace: staging for transports that pack; other transports check it and don't use it.
+
+        Returns:
+            `out`, or a new tensor; with one rank and no `out`, `x` itself.
+
+        Raises:
+            ArgumentTypeError: `x`, `out` or `workspace` is something else.
+            ArgumentValueError: anything else about the arguments; nothing was communicated.
+            ClosedError: after `close`.
+            TransportError: the exchange failed; the communicator is then broken.
+        """
+        return self._run("scatter_heads", lambda: self._whole("scatter_heads", x, out, dtype, workspace))
+
+    def gather_heads(
+        self,
+        x: torch.Tensor,
+        *,
+        out: torch.Tensor | None = None,
+        dtype: torch.dtype | None = None,
+        workspace: UlyssesWorkspace | None = None,
+    ) -> torch.Tensor:
+        """Gather the heads and scatter the sequence: ``[B, S_global, H_local, D] -> [B, S_local, H, D]``. Collective.
+
+        The inverse of `scatter_heads`; arguments, result and errors as there, with ``S_global % world_size == 0``.
+        """
+        return self._run("gather_heads", lambda: self._whole("gather_heads", x, out, dtype, workspace))
+
+    def exchange_chunks(
+        self, x: torch.Tensor, *, out: torch.Tensor | None = None, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """Exchange equal packed chunks: ``[1, 1, W, chunk] -> [1, 1, W, chunk]``. Collective.
+
+        Chunk r goes to rank r and lands in slot `rank` there. The bytes are moved as they are.
+
+        Args:
+            x: contiguous operand.
+            out: contiguous output of the same shape; must not overlap `x` (with one rank it may be `x` itself).
+            dtype: element type of this call; None is the communicator's.
+
+        Returns:
+            `out`, or a new tensor; with one rank and no `out`, `x` itself.
+
+        Raises:
+            As `scatter_heads`.
+        """
+        return self._run("exchange_chunks", lambda: self._whole("exchange_chunks", x, out, dtype, None))
+
+    def _whole(
+        self, operation: str, x: torch.Tensor, out: torch.Tensor | None, dtype: object, workspace: object
+    ) -> Call:
+        element = self._limits.element(dtype)
+        shape = validation.check_operand(x, "x", self._limits, element)
+        shape_out = self._output_shape(operation, shape)
+        if out is not None:
+            validation.check_out(out, shape_out, self._limits, element)
+            if not (self.world_size == 1 and out is x):
+                check_disjoint(out, "out", x, "x")
+        staging = self._check_staging(workspace, x.numel(), element, (x, "x"), (out, "out"))
+        self._check_registered(out)
+        if operation == "exchange_chunks":
+            plan = plans.exchange_chunks(shape[3], element.itemsize, self.rank, self.world_size)
+        else:
+            build = plans.scatter_heads if operation == "scatter_heads" else plans.gather_heads
+            plan = build(shape, element.itemsize, self.rank, self.world_size)
+        geometry: dict[str, Json] = {"shape": list(shape), "dtype": dtype_name(element)}
+        return Call(plan, (x,), shape_out, element, out, staging, geometry)
+
+    def _output_shape(self, operation: str, shape: Shape) -> Shape:
+        a, b, c, d = shape
+        size = self.world_size
+        if operation == "scatter_heads":
+            return (a, b * size, check_heads(c, size, "x"), d)
+        if operation == "gather_heads":
+            if b % size:
+                raise ArgumentValueError(
+                    f"x has a global sequence of {b}, which {size} ranks can't share evenly: uneven sequences are not "
+                    f"supported yet; pad to {-(-b // size) * size} before scatter_heads and cut after gather_heads"
+                )
+            return (a, b // size, c * size, d)
+        if (a, b, c) != (1, 1, size):
+            raise ArgumentValueError(f"x must have shape (1, 1, {size}, chunk), got {shape}")
+        return shape
+
+    # Head-chunk calls
+
+    def scatter_qkv_head_chunk(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        head_offset: int,
+        head_count: int,
+        out: torch.Tensor | None = None,
+        workspace: UlyssesWorkspace | None = None,
+    ) -> torch.Tensor:
+        """Scatter one band of heads of Q, K and V with one exchange. Collective.
+
+        A building block for pipelines of the caller's own: it chooses no schedule and makes no stream. A caller that
+        overlaps both directions uses a communicator and a workspace for each.
+
+        Args:
+            query: ``[B, S_local, H, D]``, any positive strides; ``H % world_size == 0``.
+            key: like `query`, with strides of its own.
+            value: like `query`, with strides of its own.
+            head_offset: where the band begins within each rank's ``H / world_size`` heads.
+            head_count: heads of the band.
+            out: contiguous ``[B, S_global, head_count, 3 * D]``; must not overlap an operand.
+            workspace: staging for transports that pack, of at least the output's elements. Without `out`, with one
+                batch and on such a transport, the result *is* the receive buffer of the workspace and is good until
+                the workspace is used again.
+
+        Returns:
+            ``[B, S_global, head_count, 3 * D]``; splitting the last dimension gives Q, K and V.
+
+        Raises:
+            As `scatter_heads`.
+        """
+
+        def prepare() -> Call:
+            element = self._limits.dtype
+            shape = check_qkv(query, key, value, self._limits, element)
+            b, s, h, d = shape
+            offset, count = validation.check_band(head_offset, head_count, check_heads(h, self.world_size, "query"))
+            shape_out = (b, s * self.world_size, count, 3 * d)
+            validation.check_capacity(shape_out, element, self.max_bytes, "the fused payload")
+            operands = ((query, "query"), (key, "key"), (value, "value"))
+            if out is not None:
+                validation.check_out(out, shape_out, self._limits, element)
+                for operand, name in operands:
+                    check_disjoint(out, "out", operand, name)
+            numel = shape_out[0] * shape_out[1] * shape_out[2] * shape_out[3]
+            staging = self._check_staging(workspace, numel, element, *operands, (out, "out"))
+            self._check_registered(out)
+            strides = (strides_of(query), strides_of(key), strides_of(value))
+            plan = plans.scatter_qkv_head_chunk(
+                shape, strides, element.itemsize, self.rank, self.world_size, head_offset=offset, head_count=count
+            )
+            geometry: dict[str, Json] = {
+                "shape": list(shape),
+                "dtype": dtype_name(element),
+                "head_offset": offset,
+                "head_count": count,
+            }
+            target = out
+            if target is None and staging is not None and b == 1 and self._packs:
+                target = staging.recv_buffer[:numel].view(shape_out)
+            return Call(plan, (query, key, value), shape_out, element, target, staging, geometry)
+
+        return self._run("scatter_qkv_head_chunk", prepare)
+
+    def gather_output_head_chunk(
+        self,
+        x: torch.Tensor,
+        *,
+        local_heads: int,
+        head_offset: int,
+        out: torch.Tensor,
+        workspace: UlyssesWorkspace | None = None,
+    ) -> torch.Tensor:
+        """Gather one band of attention output into the full output. Collective.
+
+        Args:
+            x: ``[B, S_global, head_count, D]``, any positive strides; ``S_global % world_size == 0``.
+            local_heads: heads that this rank owns in the full output.
+            head_offset: where the band begins within them.
+            out: contiguous ``[B, S_local, world_size * local_heads, D]``; only the band is written.
+            workspace: staging for transports that pack, of at least the elements of `x`.
+
+        Returns:
+            `out`.
+
+        Raises:
+            As `scatter_heads`.
+        """
+
+        def prepare() -> Call:
+            element = self._limits.dtype
+            shape = validation.check_strided(x, "x", self._limits, element)
+            validation.check_capacity(shape, element, self.max_bytes, "x")
+            b, s, h, d = self._output_shape("gather_heads", shape)
+            local = positive_int(local_heads, "local_heads")
+            offset, _ = validation.check_band(head_offset, shape[2], local)
+            shape_out = (b, s, self.world_size * local, d)
+            validation.check_out(out, shape_out, self._limits, element)
+            check_disjoint(out, "out", x, "x")
+            staging = self._check_staging(workspace, b * s * h * d, element, (x, "x"), (out, "out"))
+            self._check_registered(out)
+            plan = plans.gather_output_head_chunk(
+                shape,
+                strides_of(x),
+                element.itemsize,
+                self.rank,
+                self.world_size,
+                local_heads=local,
+                head_offset=offset,
+            )
+            geometry: dict[str, Json] = {
+                "shape": list(shape),
+                "dtype": dtype_name(element),
+                "local_heads": local,
+                "head_offset": offset,
+            }
+            return Call(plan, (x,), shape_out, element, out, staging, geometry)
+
+        return self._run("gather_output_head_chunk", prepare)
+
+    # Storage
+
+    def allocate_output(self, x: torch.Tensor, op: str, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Allocate an output for calls like ``op(x)``.
+
+        On transports with registered or directly written outputs this is collective, and the output stays theirs
+        until `close`; on ``"nccl"`` and ``"gloo"`` it is ordinary storage.
+
+        Args:
+            x: operand that the output is sized for, as `op` takes it.
+            op: ``"scatter_heads"``, ``"gather_heads"`` or ``"exchange_chunks"``.
+            dtype: element type of the calls that the output serves; None is the communicator's.
+
+        Returns:
+            Tensor of the shape that `op` makes of `x`.
+
+        Raises:
+            As `scatter_heads`.
+        """
+        self._usable("allocate_output")
+        if op not in _OPERATIONS:
+            raise ArgumentValueError(f"op must be one of {_OPERATIONS}, got {op!r}")
+        element = self._limits.element(dtype)
+        shape = self._output_shape(op, validation.check_operand(x, "x", self._limits, element))
+        with self._on_device():
+            if self._session is None:
+                return torch.empty(shape, dtype=element, device=self.device)
+            return self._session.allocate_output(shape, element, self.device)
+
+    def create_workspace(self, *, max_elems: int | None = None) -> UlyssesWorkspace:
+        """Allocate staging for this communicator. Local.
+
+        Args:
+            max_elems: capacity of each of the two buffers in elements; None fills the communicator's capacity.
+
+        Raises:
+            UnsupportedError: the transport takes no staging, only registered outputs.
+            ArgumentValueError: `max_elems` is not positive or above the communicator's capacity.
+        """
+        self._usable("create_workspace")
+        if self._session is not None and self._session.properties.registered_outputs:
+            raise UnsupportedError(
+                f"{self.backend} has no staging buffers: allocate outputs with allocate_output instead"
+            )
+        elems = self.max_elems if max_elems is None else positive_int(max_elems, "max_elems", self.max_elems)
+        return UlyssesWorkspace(max_elems=elems, dtype=self.dtype, device=self.device)
+
+    def input_buffer(self, out: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+        """Return the transport's own input staging behind a registered output, as a view of `shape`.
+
+        Raises:
+            UnsupportedError: the transport has none; the RDMA routes of comm-pcie do.
+        """
+        self._usable("input_buffer")
+        if self._session is None or not self._session.properties.registered_outputs:
+            raise UnsupportedError(
+                f"{self.backend} stages no inputs, so there is nothing to build an operand in: pass any tensor. "
+                f"Input buffers belong to the RDMA routes of backend 'pcie'; {known.install_hint('pcie')}"
+            )
+        return self._session.input_buffer(out, tuple(shape))
+
+    # Encodings
+
+    def prepare_qkv(
+        self, qkv_shape: Sequence[int], *, quantization: str = "sage2", used_sequence: int | None = None
+    ) -> object:
+        """Prepare the low-precision QKV exchange of a codec. Collective.
+
+        Args:
+            qkv_shape: local ``[B, L, H, D]`` of Q, K and V.
+            quantization: name of the codec.
+            used_sequence: global live prefix; None is the whole sequence.
+
+        Returns:
+            The codec's workspace, which `scatter_qkv` takes.
+
+        Raises:
+            JointError: the codec is missing or broken on some rank; the text names the package to install.
+        """
+        self._usable("prepare_qkv")
+
+        def codec_here() -> Json:
+            if not isinstance(quantization, str):
+                raise ArgumentTypeError(f"quantization must be a str, got {type(quantization).__name__}")
+            found = registry().codecs.get(quantization)
+            if found is None:
+                raise UnsupportedError(registry().why_missing(quantization))
+            return [quantization, found.wire]
+
+        joint(self._group, "prepare_qkv: find the codec", codec_here)
+        return registry().codecs[quantization].prepare_qkv(self, qkv_shape, used_sequence)
+
+    def scatter_qkv(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, workspace: object, out: object | None = None
+    ) -> object:
+        """Encode and exchange Q, K and V as prepared by `prepare_qkv`. Collective.
+
+        Raises:
+            ArgumentTypeError: `workspace` was not made by `prepare_qkv`.
+        """
+        self._usable("scatter_qkv")
+        run = getattr(workspace, "scatter_qkv", None)
+        if run is None:
+            raise ArgumentTypeError(
+                f"workspace must come from prepare_qkv, got {type(workspace).__name__}; {known.install_hint('sage2')}"
+            )
+        return run(self, q, k, v, out)
+
+    # Running
+
+    @property
+    def _packs(self) -> bool:
+        return self._session is not None and self._session.properties.staging
+
+    def _check_staging(
+        self,
+        workspace: object,
+        numel: int,
+        element: torch.dtype,
+        *operands: tuple[torch.Tensor | None, str],
+    ) -> UlyssesWorkspace | None:
+        if workspace is None:
+            return None
+        if self._session is not None and self._session.properties.registered_outputs:
+            raise ArgumentValueError(f"{self.backend} has no staging: workspace must be None")
+        staging = check_workspace(workspace, numel, self._limits, element)
+        for tensor, name in operands:
+            if tensor is not None:
+                check_disjoint(tensor, name, staging.send_buffer, "the workspace's send buffer")
+                check_disjoint(tensor, name, staging.recv_buffer, "the workspace's receive buffer")
+        return staging
+
+    def _check_registered(self, out: torch.Tensor | None) -> None:
+        if out is None and self._session is not None and self._session.properties.registered_outputs:
+            raise ArgumentValueError(f"{self.backend} needs out= from allocate_output")
+
+    def _run(self, operation: str, prepare: Callable[[], Call]) -> torch.Tensor:
+        self._usable(operation)
+        if not self._busy.acquire(blocking=False):
+            raise UnsupportedError(
+                f"{operation}: another call of this communicator is running in another thread; a communicator takes "
+                "one call at a time, make one for each thread"
+            )
+        try:
+            with self._on_device(), torch.no_grad():
+                return self._execute(operation, prepare)
+        finally:
+            self._busy.release()
+
+    def _execute(self, operation: str, prepare: Callable[[], Call]) -> torch.Tensor:
+        call = agree(self._group, operation, self._calls, prepare) if self._checked else prepare()
+        self._calls += 1
+        if self._session is None:
+            return _passthrough(operation, call, self.device)
+        out = call.out
+        if out is None:
+            out = torch.empty(call.shape, dtype=call.dtype, device=self.device)
+        staging = None if call.workspace is None else call.workspace.staging
+        try:
+            self._session.exchange(call.plan, call.sources, out, staging=staging)
+        except TransportError as error:
+            self._broken = str(error)
+            raise
+        self._bytes_sent += call.plan.remote_send_bytes
+        return out
+
+    def _usable(self, operation: str) -> None:
+        if self._closed:
+            raise ClosedError(f"{operation}: this communicator is closed")
+        if self._broken is not None:
+            raise TransportError(f"{operation}: this communicator is broken since an earlier failure: {self._broken}")
+
+    def _on_device(self) -> contextlib.AbstractContextManager[object]:
+        return _cuda.device_guard(self.device)
+
+    # End of life
+
+    def close(self, timeout: float | None = None) -> None:
+        """Release the transport. Collective where it shares memory between the ranks, else local. Idempotent.
+
+        After a failure it may be called again, by every rank.
+
+        Args:
+            timeout: seconds to wait for the other ranks; None is ``COMM_TIMEOUT_S``.
+
+        Raises:
+            JointError: something could not be released on some rank.
+            GroupTimeoutError: a rank did not come; what only this rank uses was released.
+        """
+        if self._closed:
+            return
+        if self._session is not None:
+            with self._on_device():
+                self._session.close(timeout)
+        self._closed = True
+
+    def __enter__(self) -> UlyssesCommunicator:
+        """Return the communicator itself."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Close."""
+        self.close()
+
+    def __del__(self) -> None:
+        """Warn about shared memory that was not released; never communicate."""
+        session = getattr(self, "_session", None)
+        if session is not None and not self._closed and session.properties.shared_resources:
+            warnings.warn(
+                f"a UlyssesCommunicator over {self.backend} was never closed: its shared memory is kept until the "
+                "process ends; use it as a context manager or call close() on every rank",
+                ResourceWarning,
+                source=self,
+                stacklevel=2,
+            )
+
+    def __repr__(self) -> str:
+        """Return rank, backend and state."""
+        state = "closed" if self._closed else "broken" if self._broken else "open"
+        return (
+            f"UlyssesCommunicator(rank={self.rank}/{self.world_size}, backend={self.backend!r}, "
+            f"dtype={dtype_name(self.dtype)}, device={self.device}, max_bytes={self.max_bytes}, {state})"
+        )
+
+
+def _passthrough(operation: str, call: Call, device: torch.device) -> torch.Tensor:
+    """Run a call of one rank: whole-head calls are the identity, head-chunk calls a local copy."""
+    source = call.sources[0]
+    if call.out is None and len(call.sources) == 1:
+        return source
+    out = call.out
+    if out is None:
+        out = torch.empty(call.shape, dtype=call.dtype, device=device)
+    if out is not source:
+        strided.copy_local(call.plan.sends, call.sources, out)
+    return out
+
+
+class _Arguments:
+    """A rank's constructor arguments, with what is wrong with them collected instead of raised."""
+
+    def __init__(
+        self,
+        max_bytes: object,
+        max_elems: object,
+        dtype: object,
+        nvlink_kernel: object,
+        device: torch.device | str | int | None,
+        group: Group,
+    ) -> None:
+        self.errors: list[CommError] = []
+        self.dtype: torch.dtype = torch.uint8
+        self.max_bytes = 0
+        self.nvlink_kernel = "auto"
+        self.device = torch.device("cpu")
+        with self._collect():
+            self.dtype = check_dtype(dtype)
+        with self._collect():
+            self.max_bytes = self._capacity(max_bytes, max_elems)
+        with self._collect():
+            if nvlink_kernel not in _NVLINK_KERNELS:
+                raise ArgumentValueError(f"nvlink_kernel must be one of {_NVLINK_KERNELS}, got {nvlink_kernel!r}")
+            self.nvlink_kernel = str(nvlink_kernel)
+        with self._collect():
+            self.device = default_device(group) if device is None else _cuda.normalize_device(device)
+
+    @contextlib.contextmanager
+    def _collect(self) -> Iterator[None]:
+        try:
+            yield
+        except CommError as error:
+            self.errors.append(error)
+
+    def _capacity(self, max_bytes: object, max_elems: object) -> int:
+        if (max_bytes is None) == (max_elems is None):
+            raise ArgumentValueError("pass exactly one of max_bytes and max_elems (deprecated)")
+        if max_elems is None:
+            return positive_int(max_bytes, "max_bytes", MAX_BYTES)
+        warnings.warn(
+            "max_elems is deprecated: pass max_bytes, the capacity in bytes", DeprecationWarning, stacklevel=4
+        )
+        return positive_int(max_elems, "max_elems", MAX_BYTES // self.dtype.itemsize) * self.dtype.itemsize
+
+    def raise_first(self) -> None:
+        """Raise what was collected first, for a group of one."""
+        if self.errors:
+            raise self.errors[0]
