@@ -509,7 +509,8 @@ def lint(environment: Environment, rest: list[str]) -> int:
     checks = [
         ("ruff check", [python, "-m", "ruff", "check", *rest, "."]),
         ("ruff format", [python, "-m", "ruff", "format", *([] if rest else ["--check"]), "."]),
-        ("pyright", [python, "-m", "pyright", "--pythonpath", python]),
+        # Named, since a pyrightconfig.json in a folder above would be preferred.
+        ("pyright", [python, "-m", "pyright", "--project", "pyproject.toml", "--pythonpath", python]),
     ]
     files = native_sources(environment.root)
     if files:
