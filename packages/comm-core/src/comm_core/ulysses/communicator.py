@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -496,8 +496,6 @@ class UlyssesCommunicator:
         self._usable("prepare_qkv")
 
         def codec_here() -> Json:
-            if not isinstance(quantization, str):
-                raise ArgumentTypeError(f"quantization must be a str, got {type(quantization).__name__}")
             found = registry().codecs.get(quantization)
             if found is None:
                 raise UnsupportedError(registry().why_missing(quantization))
@@ -681,7 +679,7 @@ class _Arguments:
             self.device = default_device(group) if device is None else _cuda.normalize_device(device)
 
     @contextlib.contextmanager
-    def _collect(self) -> Iterator[None]:
+    def _collect(self) -> Generator[None]:
         try:
             yield
         except CommError as error:
