@@ -73,9 +73,10 @@ _libc.malloc.restype = ctypes.c_void_p
 _libc.malloc.argtypes = [ctypes.c_size_t]
 _FREE = ctypes.cast(_libc.free, ctypes.c_void_p).value
 
-_new_capsule: Any = ctypes.pythonapi.PyCapsule_New
-_new_capsule.restype = ctypes.py_object
-_new_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+# A prototype of its own: setting the types of `pythonapi.PyCapsule_New` would set them for everybody.
+_new_capsule = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)(
+    ("PyCapsule_New", ctypes.pythonapi)
+)
 _CAPSULE_NAME = b"dltensor"
 """A capsule keeps the pointer to its name, not a copy, so the name must live in a global."""
 
