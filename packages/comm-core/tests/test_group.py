@@ -106,6 +106,17 @@ def test_a_barrier_waits_for_everyone() -> None:
     assert on_threads(thread_groups(4), body) == [4] * 4
 
 
+def test_a_roll_call_of_some_ranks_finds_the_missing_and_disturbs_no_gather() -> None:
+    """After a failed exchange only the ranks that failed compare notes; the group must stay in step."""
+
+    def body(group: StoreGroup) -> Any:
+        missing = group.roll_call(f"{group.token()}/call 3", timeout_s=0.3) if group.rank != 1 else None
+        return missing, group.gather("after", group.rank)
+
+    everyone = [0, 1, 2]
+    assert on_threads(thread_groups(3), body) == [((1,), everyone), (None, everyone), ((1,), everyone)]
+
+
 def test_the_deadline_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COMM_TIMEOUT_S", "7.5")
     assert StoreGroup(MemoryStore(), 0, 1, name="g").timeout_s == 7.5

@@ -70,6 +70,19 @@ class Group(ABC):
             JointError: the ranks are at different steps.
         """
 
+    def roll_call(self, name: str, *, timeout_s: float) -> tuple[int, ...]:
+        """Return the ranks that did not answer under `name` within `timeout_s` seconds.
+
+        For finding out who is missing after something else failed: unlike `gather` it may be called by some ranks
+        alone, changes nothing for the gathers that follow, and never raises for a missing rank. `name` must be used
+        once.
+        """
+        return ()
+
+    def token(self) -> str:
+        """Return a text that is equal on ranks which are between the same two gathers, and new after each gather."""
+        return ""
+
     def barrier(self, what: str, *, timeout_s: float | None = None) -> None:
         """Return when every rank has called. Collective; errors as in `gather`."""
         self.gather(what, None, timeout_s=timeout_s)
@@ -111,6 +124,11 @@ class _Channel:
         self.lock = threading.Lock()
         self._next = 0
         self._stale: list[int] = []
+
+    @property
+    def number(self) -> int:
+        """Number of the next gather."""
+        return self._next
 
     def take_number(self) -> int:
         number, self._next = self._next, self._next + 1
@@ -156,6 +174,21 @@ class StoreGroup(Group):
             return [json.loads(record)["value"]]
         with self._channel.lock:
             return self._gather(what, record, self.timeout_s if timeout_s is None else timeout_s)
+
+    def roll_call(self, name: str, *, timeout_s: float) -> tuple[int, ...]:
+        """See `Group.roll_call`."""
+        prefix = f"{_PREFIX}/roll/{name}"
+        self._store.set(f"{prefix}/{self.rank}", "here")
+        deadline = time.monotonic() + timeout_s
+        while True:
+            missing = tuple(rank for rank in range(self.size) if not self._store.check(f"{prefix}/{rank}"))
+            if not missing or time.monotonic() >= deadline:
+                return missing
+            time.sleep(_POLL_CAP_S)
+
+    def token(self) -> str:
+        """See `Group.token`."""
+        return str(self._channel.number)
 
     def _gather(self, what: str, record: str, seconds: float) -> list[Json]:
         number = self._channel.take_number()
