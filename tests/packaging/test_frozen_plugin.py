@@ -37,6 +37,7 @@ destination = torch.full((3, 2), -1, dtype=torch.int16)
 group, = thread_groups(1)
 with Transaction(group, "open 'frozen'") as stages:
     session = transport.open(stages, request, verdict.plan, torch.device("cpu"))
+    stages.commit()
 session.exchange(plan, [source], destination)
 assert torch.equal(destination, source.T), destination
 assert session.allocate_output((2,), torch.int16, torch.device("cpu")).shape == (2,)
