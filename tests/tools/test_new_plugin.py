@@ -31,7 +31,7 @@ def test_names_that_are_no_names(name):
 @pytest.mark.parametrize("name", [*TRANSPORTS, *CODECS, "lowp", "auto", "core", "dist"])
 def test_names_that_are_taken(name):
     """Two plugins with one name are both refused by comm-core, so none is generated."""
-    with pytest.raises(new_plugin.PluginNameError, match="reserved|comm_core/known.py"):
+    with pytest.raises(new_plugin.PluginNameError, match=r"reserved|comm_core/known\.py"):
         new_plugin.check_name(name)
 
 
