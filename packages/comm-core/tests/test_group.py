@@ -2,34 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from comm_core.errors import ArgumentTypeError, ArgumentValueError, GroupTimeoutError, JointError
 from comm_core.group import Group, MemoryStore, StoreGroup, as_group, thread_groups
-
-
-def on_threads(groups: list[StoreGroup], body: Callable[[StoreGroup], Any]) -> list[Any]:
-    """Run `body` once a rank; return values, or the exceptions that came out."""
-    results: list[Any] = [None] * len(groups)
-
-    def run(group: StoreGroup) -> None:
-        try:
-            results[group.rank] = body(group)
-        except Exception as error:
-            results[group.rank] = error
-
-    threads = [threading.Thread(target=run, args=(group,)) for group in groups]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-        assert not thread.is_alive(), "a rank hangs"
-    return results
+from comm_core.testing.ranks import on_threads
 
 
 @pytest.mark.parametrize("size", [1, 2, 8])

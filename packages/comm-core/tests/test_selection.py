@@ -17,7 +17,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_group import on_threads
 
 from comm_core import plugins
 from comm_core._json import JsonObject
@@ -27,11 +26,12 @@ from comm_core.plugins.discovery import Registry
 from comm_core.selection import Asked, Decision, decide, resolve
 from comm_core.selection.request import Merged, Offer, RankRequest, merge
 from comm_core.testing import topologies
+from comm_core.testing.ranks import on_threads
 from comm_core.topology import predicates, recorded
 from comm_core.topology.facts import RankFacts
+from comm_core.topology.ulysses import rank_facts_to_ulysses
 from comm_core.transport.interface import ProbeContext, Request, Transport, Verdict
 from comm_core.ulysses.decision import decide_ulysses_backend
-from comm_core.topology.ulysses import rank_facts_to_ulysses
 
 CUDA = torch.device("cuda", 0)
 NCCL = {"cpu": "gloo", "cuda": "nccl"}
@@ -276,7 +276,11 @@ def test_a_probe_that_fails_on_one_rank_is_a_fact_and_no_hang(replay: Any, failu
             return {"ok": True}
 
         def assess(self, request: Request, facts: Sequence[RankFacts]) -> Verdict:
-            errors = [f"rank {item.rank}: {item.plugins[self.name]}" for item in facts if "ok" not in item.plugins[self.name]]  # type: ignore[operator]
+            errors = [
+                f"rank {item.rank}: {item.plugins[self.name]}"
+                for item in facts
+                if "ok" not in item.plugins[self.name]
+            ]  # type: ignore[operator]
             return Verdict(not errors, "; ".join(errors) or "all probes answered")
 
     seconds = 1.0 if failure == "hangs" else 20
@@ -382,13 +386,17 @@ def test_only_agreed_verdicts_count() -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(st.integers(1, 9), st.booleans(), st.data())
-def test_the_specified_decision_agrees_with_the_predicates(size: int, experimental: bool, data: st.DataObject) -> None:
+def test_the_specified_decision_agrees_with_the_predicates(
+    size: int, experimental: bool, data: st.DataObject
+) -> None:
     """`decide_ulysses_backend` answers from the same predicates, for any pattern of missing pairs."""
     facts = topologies.nvlink_mesh(size)
     for _ in range(data.draw(st.integers(0, 2))):
         i, j = data.draw(st.integers(0, size - 1)), data.draw(st.integers(0, size - 1))
         if i != j:
-            facts = topologies.with_pair(facts, i, j, **{data.draw(st.sampled_from(["nvlink", "peer_access"])): False})
+            facts = topologies.with_pair(
+                facts, i, j, **{data.draw(st.sampled_from(["nvlink", "peer_access"])): False}
+            )
     records = [rank_facts_to_ulysses(item) for item in facts]
     before = repr(records)
     decision = decide_ulysses_backend("auto", records, allow_experimental_auto=experimental)

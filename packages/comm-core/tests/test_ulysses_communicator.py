@@ -70,7 +70,9 @@ def single(**changes: Any) -> UlyssesCommunicator:
         ({"backend": "nvlink"}, UlyssesBackendError, "pip install comm-nvlink"),
     ],
 )
-def test_bad_constructor_arguments_name_the_value(arguments: dict[str, Any], error: type[CommError], text: str) -> None:
+def test_bad_constructor_arguments_name_the_value(
+    arguments: dict[str, Any], error: type[CommError], text: str
+) -> None:
     """D17: argument errors show with one rank and on the CPU."""
     with pytest.raises(error, match=text) as caught:
         single(**arguments)
@@ -203,7 +205,9 @@ def bad_calls(group: Any) -> list[str]:
             lambda: comm.scatter_heads(x, workspace=small),
             lambda: comm.scatter_heads(x, workspace=object()),  # type: ignore[arg-type]
             lambda: comm.scatter_heads(workspace.send_buffer[: x.numel()].view(x.shape), workspace=workspace),
-            lambda: comm.scatter_heads(x, out=workspace.recv_buffer[: x.numel()].view(2, 6, 2, 8), workspace=workspace),
+            lambda: comm.scatter_heads(
+                x, out=workspace.recv_buffer[: x.numel()].view(2, 6, 2, 8), workspace=workspace
+            ),
             lambda: comm.scatter_heads(x, dtype=torch.float64),
             lambda: comm.scatter_heads(x, dtype="float32"),  # type: ignore[arg-type]
             lambda: comm.scatter_heads(x, out=x.view(2, 6, 2, 8)),
@@ -272,7 +276,9 @@ def workspace_alias(group: Any) -> tuple[bool, bool, bool]:
         second = comm.scatter_qkv_head_chunk(x + 5, x, x, head_offset=1, head_count=1, workspace=workspace)
         overwritten = second.data_ptr() == first.data_ptr() and not torch.equal(first, kept)
         batches = x.expand(2, 3, 4, 8).contiguous()
-        both = comm.scatter_qkv_head_chunk(batches, batches, batches, head_offset=0, head_count=1, workspace=workspace)
+        both = comm.scatter_qkv_head_chunk(
+            batches, batches, batches, head_offset=0, head_count=1, workspace=workspace
+        )
         return aliased, overwritten, both.data_ptr() != workspace.recv_buffer.data_ptr()
 
 

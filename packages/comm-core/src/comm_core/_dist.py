@@ -126,7 +126,7 @@ def all_to_all_bytes(
     input_splits: Sequence[int] | None,
     group: ProcessGroup,
 ) -> Work:
-    """Exchange flat contiguous uint8 tensors: peer p gets slice p of `input_`; None means equal slices. Collective."""
+    """Exchange flat contiguous uint8 tensors: peer p gets slice p of `input_`; None is equal slices. Collective."""
     work = dist.all_to_all_single(
         output,
         input_,

@@ -3,9 +3,9 @@
 Control data travels through the process group's own key-value store, key by key: no CUDA, no pickle, no collective on
 another group. (An object gather over NCCL or gloo takes the whole group timeout and names nobody.)
 
-The outcome of each gather is itself agreed: whoever has read all values, or has given up, settles the gather by one
-compare-and-set, and everyone obeys what was settled first. So a rank that comes late learns that the others have given
-up, instead of carrying on alone with values that nobody else used.
+The outcome of each gather is itself agreed: whoever has read all values, or has given up, settles the gather by
+one compare-and-set, and everyone obeys what was settled first. So a rank that comes late learns that the others have
+given up, instead of carrying on alone with values that nobody else used.
 """
 
 from __future__ import annotations

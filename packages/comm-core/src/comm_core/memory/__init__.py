@@ -1,0 +1,1 @@
+"""Memory: CUDA IPC buffers, raw pointers as tensors."""

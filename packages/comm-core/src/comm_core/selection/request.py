@@ -215,8 +215,8 @@ def _distinct_devices(what: str, request: Request, asked: Sequence[RankRequest])
         raise JointValueError(
             f"{what}: ranks share a GPU",
             {rank: f"on {device}" for device, ranks in shared.items() for rank in ranks},
-            hint="Call torch.cuda.set_device(local_rank) first or pass device=; COMM_ALLOW_SHARED_GPU=1 on every rank "
-            "allows it for testing",
+            hint="Call torch.cuda.set_device(local_rank) first or pass device=; for testing, COMM_ALLOW_SHARED_GPU=1 "
+            "on every rank allows it",
         )
 
 

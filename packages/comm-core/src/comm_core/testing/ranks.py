@@ -47,6 +47,7 @@ __all__ = [
     "RankError",
     "RankPool",
     "RankTimeoutError",
+    "on_threads",
     "run_threads",
     "run_threads_outcomes",
 ]
@@ -463,7 +464,7 @@ class RankPool:
 
 
 def run_threads(
-    size: int,
+    members: int | Sequence[Group],
     function: Callable[..., T],
     *arguments: Any,
     timeout_s: float = 20.0,
@@ -474,8 +475,8 @@ def run_threads(
     The fast twin of a pool, for what needs only a `comm_core.group.Group` and no torch process group.
 
     Args:
-        size: ranks.
-        function: anything callable; it gets a member of ``thread_groups(size)``.
+        members: number of ranks, or the group of each.
+        function: anything callable; it gets its rank's group.
         arguments: passed to every thread as they are (not copied).
         timeout_s: deadline in seconds. A thread can't be killed: one that hangs stays until the process ends.
         group_timeout_s: default deadline of the group's gathers.
@@ -484,13 +485,15 @@ def run_threads(
         RankError: a rank raised. Its cause is the first exception.
         RankTimeoutError: ranks were still busy at the deadline; the text has their stacks.
     """
-    outcomes = run_threads_outcomes(size, function, *arguments, timeout_s=timeout_s, group_timeout_s=group_timeout_s)
+    outcomes = run_threads_outcomes(
+        members, function, *arguments, timeout_s=timeout_s, group_timeout_s=group_timeout_s
+    )
     raise_unless_values(getattr(function, "__qualname__", repr(function)), outcomes)
     return [outcome.value for outcome in outcomes]
 
 
 def run_threads_outcomes(
-    size: int,
+    members: int | Sequence[Group],
     function: Callable[..., Any],
     *arguments: Any,
     timeout_s: float = 20.0,
@@ -507,7 +510,7 @@ def run_threads_outcomes(
             outcome = Outcome(rank, "exception", exception=error, text=traceback.format_exc())
         outcomes[rank] = replace(outcome, seconds=time.monotonic() - started)
 
-    groups = thread_groups(size, timeout_s=group_timeout_s)
+    groups = thread_groups(members, timeout_s=group_timeout_s) if isinstance(members, int) else members
     threads = [
         threading.Thread(target=call, args=(rank, group), name=f"rank {rank}", daemon=True)
         for rank, group in enumerate(groups)
@@ -522,4 +525,17 @@ def run_threads_outcomes(
         if rank not in outcomes and thread.ident in frames:
             text = "".join(traceback.format_stack(frames[thread.ident]))
             outcomes[rank] = Outcome(rank, "timeout", text=text)
-    return [outcomes[rank] for rank in range(size)]
+    return [outcomes[rank] for rank in range(len(groups))]
+
+
+def on_threads(members: int | Sequence[Group], function: Callable[[Any], Any]) -> list[Any]:
+    """Call ``function(group)`` on threads; return each rank's value, or the exception that came out of it.
+
+    Raises:
+        RankTimeoutError: ranks were still busy at the deadline.
+    """
+    outcomes = run_threads_outcomes(members, function)
+    hung = [outcome for outcome in outcomes if outcome.kind == "timeout"]
+    if hung:
+        raise_unless_values(getattr(function, "__qualname__", repr(function)), hung)
+    return [outcome.value if outcome.kind == "value" else outcome.exception for outcome in outcomes]

@@ -148,7 +148,8 @@ class DistSession(TransportSession):
         try:
             missing = self._group.roll_call(f"{self._token}/{self._calls}", timeout_s=_DIAGNOSIS_S)
             ranks = ", ".join(map(str, missing))
-            who = f"no word from rank {ranks}: it died, skipped the call or is late" if missing else "all ranks report it"
+            gone = f"no word from rank {ranks}: it died, skipped the call or is late"
+            who = gone if missing else "every rank reports it"
         except RuntimeError as failure:
             who = f"the ranks could not compare notes ({failure})"
         return TransportError(

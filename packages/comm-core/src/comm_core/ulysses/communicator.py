@@ -143,7 +143,7 @@ class UlyssesCommunicator:
 
     @property
     def topology_decision(self) -> UlyssesBackendDecision:
-        """The decision before anything was opened; differs from `decision` where opening failed and `auto` fell back."""
+        """The decision before anything was opened; `decision` differs where opening failed and `auto` fell back."""
         return self._topology_decision
 
     @property
@@ -283,7 +283,7 @@ class UlyssesCommunicator:
             if b % size:
                 raise ArgumentValueError(
                     f"x has a global sequence of {b}, which {size} ranks can't share evenly: uneven sequences are not "
-                    f"supported yet; pad to {-(-b // size) * size} before scatter_heads and cut after gather_heads"
+                    f"supported yet; pad to {-(-b // size) * size} before scatter_heads, cut after gather_heads"
                 )
             return (a, b // size, c * size, d)
         if (a, b, c) != (1, 1, size):
