@@ -65,7 +65,7 @@ static __thread int current_device;
 static __thread int last_error;
 static struct {
     char call[40];
-    int after, code;
+    int after, times, code;
 } failure;
 
 static uint64_t sum(const handle_t *h) {
@@ -95,9 +95,9 @@ static int done(int code) {
 static int ordered_failure(const char *call) {
     int code = 0;
     pthread_mutex_lock(&lock);
-    if (strcmp(failure.call, call) == 0 && failure.after-- == 0) {
+    if (strcmp(failure.call, call) == 0 && failure.after-- <= 0) {
         code = failure.code;
-        failure.call[0] = 0;
+        if (--failure.times == 0) failure.call[0] = 0;
     }
     pthread_mutex_unlock(&lock);
     if (code) note(call, "fails");
@@ -129,9 +129,11 @@ static atomic_int *mappings(record_t *r) { return (atomic_int *)r->map; }
 
 /* The tests' own controls. */
 
-void fake_fail(const char *call, int after, int code) {
+/* Lets `call` succeed `after` times and then fail `times` times with `code`. */
+void fake_fail(const char *call, int after, int times, int code) {
     snprintf(failure.call, sizeof failure.call, "%s", call);
     failure.after = after;
+    failure.times = times;
     failure.code = code;
 }
 
@@ -356,7 +358,7 @@ int cudaGetDriverEntryPointByVersion(const char *symbol, void **function, unsign
                                      int *status) {
     if (version < 3020 || version > 13000) return done(INVALID_VALUE);
 #endif
-    MAY_FAIL("cudaGetDriverEntryPoint");
+    MAY_FAIL(__func__);
     if (flags != 0) return done(INVALID_VALUE);
     int known = strcmp(symbol, "cuMemGetAddressRange") == 0;
     *function = known ? (void *)address_range : NULL;

@@ -39,7 +39,7 @@ def cuda(so_file: Path) -> Iterator[CudaRTLibrary]:
     yield library
     fake = ctypes.CDLL(str(so_file))
     assert fake.fake_allocations() == 0
-    fake.fake_fail(b"", 0, 0)
+    fake.fake_fail(b"", 0, 0, 0)
 
 
 @pytest.fixture
@@ -89,7 +89,7 @@ def test_a_handle_is_cudas_64_bytes_and_arrives_whole(cuda: CudaRTLibrary) -> No
 
 def test_an_error_says_call_code_and_text_and_leaves_nothing_behind(cuda: CudaRTLibrary, fake: ctypes.CDLL) -> None:
     """A code that stays in the runtime is reported by torch's next kernel launch as its own failure."""
-    fake.fake_fail(b"cudaMalloc", 1, 2)
+    fake.fake_fail(b"cudaMalloc", 1, 1, 2)
     first = cuda.cudaMalloc(16)
     with pytest.raises(CudaCallError) as caught:
         cuda.cudaMalloc(16)
