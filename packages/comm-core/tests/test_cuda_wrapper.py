@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from comm_core import _cuda
 from comm_core.errors import ArgumentTypeError, ArgumentValueError
 from comm_core.testing.fake_nvml import FakeMachine, FakeTorch, installed

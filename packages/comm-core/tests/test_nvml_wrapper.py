@@ -7,6 +7,7 @@ import itertools
 from contextlib import contextmanager
 
 import pytest
+
 from comm_core import _nvml
 from comm_core.testing.fake_nvml import (
     DRIVER_NOT_LOADED,

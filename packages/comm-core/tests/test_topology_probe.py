@@ -11,6 +11,7 @@ import textwrap
 
 import pytest
 import torch
+
 from comm_core.testing.fake_nvml import (
     NOT_SUPPORTED,
     UNKNOWN,

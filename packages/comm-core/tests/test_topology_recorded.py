@@ -7,6 +7,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from comm_core.errors import TopologyFileError
 from comm_core.testing import topologies as fake
 from comm_core.testing.fake_nvml import FakeMachine, FakeNvml, FakeTorch, installed
@@ -22,8 +25,6 @@ from comm_core.topology.facts import (
     normalize_pci_bus_id,
 )
 from comm_core.topology.probe import probe_machine, probe_rank
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 MACHINES = {
     "mesh": fake.nvlink_mesh(8),

@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 import torch
+
 from comm_core.testing import topologies as fake
 from comm_core.testing.fake_nvml import FakeMachine, FakeNvml, FakeTorch, installed
 from comm_core.topology import predicates
