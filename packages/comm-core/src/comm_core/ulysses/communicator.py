@@ -282,8 +282,8 @@ class UlyssesCommunicator:
         if operation == "gather_heads":
             if b % size:
                 raise ArgumentValueError(
-                    f"x has a global sequence of {b}, which {size} ranks can't share evenly: uneven sequences are not "
-                    f"supported yet; pad to {-(-b // size) * size} before scatter_heads, cut after gather_heads"
+                    f"x has a global sequence of {b}, which {size} ranks can't share evenly: uneven sequences "
+                    f"are not supported yet; pad to {-(-b // size) * size} before scatter_heads, cut after gather_heads"
                 )
             return (a, b // size, c * size, d)
         if (a, b, c) != (1, 1, size):
