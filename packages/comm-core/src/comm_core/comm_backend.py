@@ -365,7 +365,7 @@ def _mpi() -> Any:
     try:
         from mpi4py import MPI  # pyright: ignore
     except (ImportError, RuntimeError) as error:
-        # mpi4py raises RuntimeError where it is there and no MPI library is; the rest of its text is a list of places.
+        # mpi4py raises RuntimeError where only the MPI library is missing; the rest of its text is a list of places.
         cause = str(error).partition("\n")[0]
         raise MPIMissingError(
             f"MPIBackend needs mpi4py and an MPI library ({cause}): pip install mpi4py, or use TorchDistBackend"
