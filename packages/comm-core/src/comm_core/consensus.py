@@ -145,8 +145,11 @@ class Teardown:
             GroupTimeoutError: a rank did not come.
         """
         try:
-            # Nobody may release anything while a peer can still be using it.
-            self.group.barrier(f"close {self.what}", timeout_s=timeout_s)
+            # Nobody may release anything while a peer can still be using it. A rank that left a transaction between
+            # two steps knows fewer of them than the others; it takes part in taking down the rest all the same.
+            names = self.group.gather(f"close {self.what}", [step.name for step in self._steps], timeout_s=timeout_s)
+            longest = max(cast("list[list[str]]", names), key=len)
+            self._steps.extend(_Step(name, None, 0, done=True) for name in longest[len(self._steps) :])
             for step in reversed(self._steps):
                 self._undo(step, timeout_s)
         except GroupTimeoutError as error:

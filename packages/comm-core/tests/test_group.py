@@ -1,0 +1,124 @@
+"""Gathers through a store: every wait ends, names who is missing, and ends the same way on every rank."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from comm_core.errors import ArgumentTypeError, ArgumentValueError, GroupTimeoutError, JointError
+from comm_core.group import Group, MemoryStore, StoreGroup, as_group, thread_groups
+
+
+def on_threads(groups: list[StoreGroup], body: Callable[[StoreGroup], Any]) -> list[Any]:
+    """Run `body` once a rank; return values, or the exceptions that came out."""
+    results: list[Any] = [None] * len(groups)
+
+    def run(group: StoreGroup) -> None:
+        try:
+            results[group.rank] = body(group)
+        except Exception as error:
+            results[group.rank] = error
+
+    threads = [threading.Thread(target=run, args=(group,)) for group in groups]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive(), "a rank hangs"
+    return results
+
+
+@pytest.mark.parametrize("size", [1, 2, 8])
+def test_values_come_in_rank_order_and_keep_their_types(size: int) -> None:
+    value = {"text": "é", "numbers": [1, 2.5, None, True]}
+    results = on_threads(thread_groups(size), lambda group: group.gather("step", [group.rank, value]))
+    assert results == [[[rank, value] for rank in range(size)]] * size
+
+
+def test_a_missing_rank_is_named_and_the_late_one_learns_that_it_is_late() -> None:
+    """B4, C1: the others give up at the deadline; the late rank must not carry on alone with their values."""
+
+    def body(group: StoreGroup) -> Any:
+        if group.rank == 2:
+            time.sleep(0.6)
+        return group.gather("handshake", group.rank)
+
+    results = on_threads(thread_groups(3, timeout_s=0.2), body)
+    assert all(isinstance(result, GroupTimeoutError) for result in results)
+    assert all(result.missing == (2,) for result in results)
+    assert "rank 2" in str(results[0]) and "handshake" in str(results[0])
+    assert "came too late" in str(results[2])
+
+
+def test_the_group_is_in_step_again_after_a_timeout() -> None:
+    def body(group: StoreGroup) -> Any:
+        if group.rank == 1:
+            time.sleep(0.5)
+        with pytest.raises(GroupTimeoutError):
+            group.gather("first", group.rank)
+        return group.gather("second", group.rank, timeout_s=10)
+
+    assert on_threads(thread_groups(2, timeout_s=0.2), body) == [[0, 1], [0, 1]]
+
+
+def test_a_value_that_arrives_between_the_last_look_and_the_verdict_counts() -> None:
+    """Two ranks must never disagree on whether a gather came about: the first verdict decides for both."""
+
+    class Race(MemoryStore):
+        def settle(self, key: str, value: str) -> str:
+            # Rank 1 arrives and completes just before rank 0 reports that it gave up.
+            if value != "ok":
+                self.set("comm_core/1/0/1", '{"value":"late","what":"step"}')
+                super().settle(key, "ok")
+            return super().settle(key, value)
+
+    group = StoreGroup(Race(), 0, 2, name="race", timeout_s=0.05)
+    assert group.gather("step", "early") == ["early", "late"]
+
+
+def test_ranks_at_different_steps_are_told_apart_on_every_rank() -> None:
+    steps = ["open", "open", "close"]
+    results = on_threads(thread_groups(3), lambda group: group.gather(steps[group.rank], None))
+    assert all(isinstance(result, JointError) for result in results)
+    assert results[0].per_rank == {0: "at 'open'", 1: "at 'open'", 2: "at 'close'"}
+
+
+def test_gathers_leave_nothing_behind_but_the_last_one() -> None:
+    store = MemoryStore()
+    groups = [StoreGroup(store, rank, 4, name="g", timeout_s=10) for rank in range(4)]
+    on_threads(groups, lambda group: [group.gather(f"step {i}", i) for i in range(20)])
+    assert {key.split("/")[2] for key in store.keys()} == {"19"}  # noqa: SIM118 - a store is no dict
+
+
+def test_a_barrier_waits_for_everyone() -> None:
+    arrived: list[int] = []
+
+    def body(group: StoreGroup) -> int:
+        time.sleep(0.05 * group.rank)
+        arrived.append(group.rank)
+        group.barrier("all here")
+        return len(arrived)
+
+    assert on_threads(thread_groups(4), body) == [4] * 4
+
+
+def test_the_deadline_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COMM_TIMEOUT_S", "7.5")
+    assert StoreGroup(MemoryStore(), 0, 1, name="g").timeout_s == 7.5
+    for wrong in ("0", "-1", "soon", "nan", "1e9"):
+        monkeypatch.setenv("COMM_TIMEOUT_S", wrong)
+        with pytest.raises(ArgumentValueError, match=f"COMM_TIMEOUT_S.*{wrong}"):
+            StoreGroup(MemoryStore(), 0, 1, name="g")
+
+
+def test_what_is_no_group_is_refused() -> None:
+    group: Group = thread_groups(1)[0]
+    assert as_group(group) is group
+    with pytest.raises(ArgumentTypeError, match="list"):
+        as_group([0, 1])  # type: ignore[arg-type]
+    with pytest.raises(ArgumentValueError, match="init_process_group"):
+        as_group(None)
