@@ -1,0 +1,1 @@
+"""commctl: what this installation and this machine can do, and why."""
