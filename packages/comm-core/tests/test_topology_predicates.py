@@ -7,12 +7,13 @@ import random
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from comm_core.testing import topologies as fake
 from comm_core.topology import predicates
 from comm_core.topology.facts import FabricFacts, PairFacts, RankFacts
 from comm_core.topology.ulysses import UlyssesPciePlan
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 TRI = st.sampled_from([True, False, None])
 ASSESSMENTS = {
