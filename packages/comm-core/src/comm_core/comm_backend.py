@@ -358,7 +358,7 @@ class _Part(Store):
 def _store(group: Group) -> Store:
     if not isinstance(group, StoreGroup):
         raise UnsupportedError(f"{type(group).__name__} can't be split: it has no key-value store")
-    return cast("StoreGroup", group).store
+    return group.store
 
 
 def _mpi() -> Any:
