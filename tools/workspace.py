@@ -73,6 +73,13 @@ class Package:
         return Version(match.group(1))
 
     @property
+    def requirements(self) -> list[Requirement]:
+        """What it depends on, with its extras."""
+        extras: dict[str, list[str]] = self._project.get("optional-dependencies", {})
+        lists = [self._project.get("dependencies", []), *extras.values()]
+        return [Requirement(text) for texts in lists for text in texts]
+
+    @property
     def core_requirement(self) -> Requirement | None:
         """What it asks of comm-core, or None."""
         requirements = [Requirement(text) for text in self._project.get("dependencies", [])]

@@ -15,8 +15,10 @@ import venv
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 import dev
+import workspace
 
 TOOL = Path(dev.__file__)
 PYTHON = f"{sys.version_info[0]}.{sys.version_info[1]}"
@@ -401,3 +403,21 @@ def test_tests_do_not_run_where_lint_fails(root, monkeypatch):
     monkeypatch.setattr(dev.Environment, "call", lambda self, command: int("pyright" in command))
     monkeypatch.setattr(dev.Environment, "become", lambda self, command, in_root: pytest.fail("ran the tests"))
     assert dev.test(dev.Environment(root, Path(sys.executable), {}, 0), []) == 1
+
+
+# -- The pins -----------------------------------------------------------------------------------------------------
+
+
+def test_every_direct_dependency_is_pinned_within_its_range():
+    """What CI uses is what the packages allow, and nothing that we name is left to the day of the set-up."""
+    lines = (workspace.ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins = {item.name: item for item in (Requirement(line) for line in lines if line and not line.startswith("#"))}
+    assert all([part.operator for part in item.specifier] == ["=="] for item in pins.values())
+    needed = [Requirement(text) for text in (*dev.BUILD_BACKEND, *dev.DEV_TOOLS)]
+    packages = workspace.find_packages(workspace.ROOT)
+    for package in packages.values():
+        needed += [item for item in package.requirements if not item.name.startswith("comm-")]
+    assert {item.name for item in needed} - set(pins) == set()
+    for item in needed:
+        (pin,) = pins[item.name].specifier
+        assert item.specifier.contains(pin.version), f"{pins[item.name]} is outside {item}"

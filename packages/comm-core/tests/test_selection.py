@@ -342,7 +342,7 @@ def test_a_fallback_by_name_ends_after_one_gather_and_probes_nothing(monkeypatch
     results = on_threads(made, lambda group: (resolve(group, asked, registry()), group.gather("after", None)))
     assert results[0][0].backend == "gloo" and results[0][0].facts == ()
     # Gathers are numbered: the one after the decision is the second of this group.
-    keys = made[0]._store.keys()  # type: ignore[attr-defined] # pyright: ignore
+    keys = made[0].store.keys()  # type: ignore[attr-defined]
     assert {key.split("/")[2] for key in keys} == {"1"}
 
 

@@ -264,16 +264,20 @@ def pool(started: Pool) -> Iterator[Pool]:
 def alive(pool: Pool) -> list[dict[str, int]]:
     counts = pool.call("counts")
     assert all(count["violations"] == 0 for count in counts), counts
-    return [{key: count[key] for key in ("allocations", "imports", "buffers", "mappings")} for count in counts]
+    return [
+        {key: count[key] for key in ("allocations", "imports", "buffers", "mappings", "descriptors")}
+        for count in counts
+    ]
 
 
+@pytest.mark.parametrize("size", [64, 4096, 4 << 20])
 @pytest.mark.parametrize("skew", [0, 512], ids=["base", "inside of its allocation"])
-def test_every_rank_writes_into_every_ranks_memory(pool: Pool, skew: int) -> None:
+def test_every_rank_writes_into_every_ranks_memory(pool: Pool, skew: int, size: int) -> None:
     """The list is in rank order, each address is the right rank's memory, and at the right offset in it (E2)."""
     pool.call("skew", nbytes=skew)
-    assert pool.call("create", size=3 << 20) == [WORLD] * WORLD
-    pool.call("write", offset=1 << 19)
-    assert pool.call("read", offset=1 << 19) == [[[1, 2, 3, 4]] * WORLD] * WORLD
+    assert pool.call("create", size=size) == [WORLD] * WORLD
+    pool.call("write", offset=size // WORLD)
+    assert pool.call("read", offset=size // WORLD) == [[[1, 2, 3, 4]] * WORLD] * WORLD
     counts = pool.call("counts")
     assert [(count["allocations"], count["imports"]) for count in counts] == [(1, WORLD - 1)] * WORLD
     pool.call("free")
@@ -521,10 +525,12 @@ def fake(so_file: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ctypes.CDLL
 
 
 def test_a_group_of_one(fake: ctypes.CDLL) -> None:
-    """One rank shares with nobody and needs no handle, but the same calls."""
+    """One rank shares with nobody, and the same calls work."""
     (alone,) = thread_groups(1)
     (pointer,) = create_shared_buffer(100, alone)
     ctypes.memset(pointer, 1, 100)
+    # Less than that would share its granule with memory that no peer is meant to see.
+    assert cudart.CudaRTLibrary().memory_range(pointer) == (pointer, 2 << 20)
     free_shared_buffer([pointer], alone)
     with pytest.raises(ValueError, match="freed before"):
         free_shared_buffer([pointer], alone)

@@ -309,7 +309,7 @@ def test_same_host_is_the_boot_id():
 
 @pytest.mark.parametrize(("share_pid", "share_network"), [*itertools.product([True, False], repeat=2)])
 def test_what_containers_must_share(share_pid, share_network):
-    """C10, V16: CUDA IPC needs one PID namespace; descriptors a network or a mount namespace; IPC is not needed."""
+    """C10, V16: CUDA IPC needs one PID namespace, descriptors one network or mount namespace; IPC is not needed."""
     facts = fake.containers(2, share_pid=share_pid, share_network=share_network)
     assert (predicates.cuda_ipc_reachable(facts) is None) == share_pid
     assert (predicates.fd_passing_reachable(facts) is None) == share_network
@@ -328,7 +328,7 @@ def test_unknown_namespaces_are_not_shared():
 
 
 def test_a_mask_for_each_rank():
-    """E7: identities are by UUID and unique; the peers are invisible, and the reason names the variable."""
+    """E7: identities are by UUID and unique; peers are invisible, and the reason says which variable hides them."""
     facts = fake.mask_per_rank(fake.nvlink_mesh(2))
     assert predicates.unique_devices(facts) is None
     assert "CUDA_VISIBLE_DEVICES" in predicates.assess_nvlink(facts).reason

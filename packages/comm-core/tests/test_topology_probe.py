@@ -215,6 +215,15 @@ def test_a_gpu_in_mig_mode_by_its_own_uuid_is_mig_too():
     assert facts.device.mig is True
 
 
+def test_a_name_that_says_mig_is_believed():
+    """A9: CUDA names a slice as such although NVML can't tell: the device is a slice, whatever its UUID is."""
+    machine = FakeMachine.mesh(2)
+    machine.change(0, name="NVIDIA H100 MIG 1g.10gb", mig=None)
+    facts = probe(machine, 0)
+    assert facts.device.mig is True
+    assert any("MIG" in note for note in facts.notes)
+
+
 def test_every_process_sees_only_its_own_gpu():
     """E7: one mask a rank, so that all are ordinal 0, is legal: identities differ; CUDA can't see the peers."""
     facts = probe_group(FakeMachine.mesh(2), (), masks=["0", "1"])

@@ -72,8 +72,9 @@ def test_anonymous_records_hold_no_private_text():
     zero, cluster = "0" * 32, "00112233445566778899aabbccddeeff"
     facts = fake.nvlink_mesh(3)
     uuid = facts[1].device.uuid
-    facts = fake.with_host(facts, hostname="secret-host.example", boot_id="5ec2e7b0-07", uid=4242)
-    facts = fake.with_host(facts, 2, hostname="secret-host", uid=0)
+    # The shorter of two names comes first, and is the beginning of the longer one.
+    facts = fake.with_host(facts, hostname="secret-host", boot_id="5ec2e7b0-07", uid=4242)
+    facts = fake.with_host(facts, 2, hostname="secret-host.example", uid=0)
     facts = fake.with_device(facts, fabric=FabricFacts("completed", 0, cluster, 1))
     facts = fake.with_device(facts, 2, fabric=FabricFacts("completed", 0, zero, 0))
     facts = fake.with_pair(facts, 0, 1, error=f"nvlink: {uuid}: failed")
@@ -91,11 +92,11 @@ def test_anonymous_records_hold_no_private_text():
     assert [record.host.uid for record in anonymous] == [0, 0, 1]
     assert [record.host.hostname for record in anonymous] == ["host0", "host0", "host1"]
     assert anonymous[0].notes == (
-        f"NVML does not know {anonymous[1].device.uuid[4:]} on host0",
+        f"NVML does not know {anonymous[1].device.uuid[4:]} on host1",
         "a host of 42421 names",
     )
-    assert anonymous[0].error == "host1 is down"
-    assert anonymous[0].plugins == {"x": {"peer": anonymous[1].device.uuid, "list": [1, None, "host1"]}}
+    assert anonymous[0].error == "host0 is down"
+    assert anonymous[0].plugins == {"x": {"peer": anonymous[1].device.uuid, "list": [1, None, "host0"]}}
     assert anonymous[0].peers[anonymous[1].device.uuid].error == f"nvlink: {anonymous[1].device.uuid}: failed"
     assert set(anonymous[0].peers) == {anonymous[1].device.uuid, anonymous[2].device.uuid}
     fabrics = [record.device.fabric for record in anonymous]

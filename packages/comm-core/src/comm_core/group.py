@@ -167,6 +167,11 @@ class StoreGroup(Group):
         self._channel = channel if isinstance(channel, _Channel) else _Channel(channel)
         self._store = self._channel.store
 
+    @property
+    def store(self) -> Store:
+        """The key-value store behind the gathers."""
+        return self._store
+
     def gather(self, what: str, value: Json, *, timeout_s: float | None = None) -> list[Json]:
         """See `Group.gather`."""
         record = canonical({"what": what, "value": value})

@@ -1,1 +1,1 @@
-"""Command line: ``commctl``."""
+"""commctl: what this installation and this machine can do, and why."""

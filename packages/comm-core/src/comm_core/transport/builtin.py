@@ -16,5 +16,5 @@ def comm_transports() -> list[Transport]:
     """Return the fallbacks. Negative priorities put them after everything that somebody installs on purpose."""
     return [
         DistTransport("nccl", ("cuda",), priority=-1),
-        DistTransport("gloo", ("cpu", "cuda"), priority=-2),
+        DistTransport("gloo", ("cpu", "cuda"), priority=-2, verified_on=("CPU processes",)),
     ]

@@ -45,10 +45,13 @@ class DistTransport(Transport):
     version = __version__
     wire = 1
 
-    def __init__(self, name: str, device_types: tuple[str, ...], priority: int) -> None:
+    def __init__(
+        self, name: str, device_types: tuple[str, ...], priority: int, verified_on: tuple[str, ...] = ()
+    ) -> None:
         self.name = name
         self.device_types = device_types
         self.priority = priority
+        self.verified_on = verified_on
 
     def assess(self, request: Request, facts: Sequence[RankFacts]) -> Verdict:
         """See `Transport.assess`; needs no facts."""

@@ -88,7 +88,11 @@ class Verdict(NamedTuple):
 
 @dataclass(frozen=True)
 class ProbeContext:
-    """What a transport's probe may look at: this rank, its device, and what core's own probe found."""
+    """What a transport's probe may look at: this rank, its device, and what core's own probe found.
+
+    `device_index` is the CUDA ordinal, or -1 where there is none: on a CPU, and in ``commctl``, which asks NVML alone
+    and makes no use of CUDA.
+    """
 
     rank: int
     device_type: str
@@ -152,6 +156,9 @@ class Transport(ABC):
         wire: number of its protocol between ranks; ranks with different numbers don't use it together.
         priority: ``"auto"`` tries higher ones first; ties go by name.
         experimental: ``"auto"`` tries it last, and only with the opt-in.
+        verified_on: what it has been run on with all its tests passing, in words for people: ``"CPU processes"``,
+            ``"emulator"``, ``"one GPU with many ranks"``, ``"NVLink"``, ``"real NIC"``. Empty where nobody has.
+            ``commctl doctor`` shows it; it decides nothing.
     """
 
     name: str
@@ -159,6 +166,7 @@ class Transport(ABC):
     wire: int
     priority: int
     experimental: bool = False
+    verified_on: tuple[str, ...] = ()
 
     def probe(self, context: ProbeContext) -> JsonObject:
         """Return facts of this rank that `assess` needs beyond core's own. Local; no allocation; may raise."""

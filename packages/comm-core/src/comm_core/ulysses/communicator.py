@@ -283,7 +283,7 @@ class UlyssesCommunicator:
             if b % size:
                 raise ArgumentValueError(
                     f"x has a global sequence of {b}, which {size} ranks can't share evenly: uneven sequences "
-                    f"are not supported yet; pad to {-(-b // size) * size} before scatter_heads, cut after gather_heads"
+                    f"are not supported yet; pad to {-(-b // size) * size} before scatter_heads and cut it later"
                 )
             return (a, b // size, c * size, d)
         if (a, b, c) != (1, 1, size):
