@@ -380,7 +380,9 @@ class Venv:
 def venv_problem() -> str | None:
     """Return why this interpreter can't make a virtual environment with pip, or None."""
     importlib.invalidate_caches()
-    missing = [name for name in ("venv", "ensurepip") if importlib.util.find_spec(name) is None]
+    specs = {name: importlib.util.find_spec(name) for name in ("venv", "ensurepip")}
+    # A folder that is left over from a removed package is found as well, but without a file.
+    missing = [name for name, spec in specs.items() if spec is None or spec.origin is None]
     if not missing:
         return None
     return (

@@ -73,6 +73,13 @@ class Package:
         return Version(match.group(1))
 
     @property
+    def requirements(self) -> list[Requirement]:
+        """What it depends on, with its extras."""
+        extras: dict[str, list[str]] = self._project.get("optional-dependencies", {})
+        lists = [self._project.get("dependencies", []), *extras.values()]
+        return [Requirement(text) for texts in lists for text in texts]
+
+    @property
     def core_requirement(self) -> Requirement | None:
         """What it asks of comm-core, or None."""
         requirements = [Requirement(text) for text in self._project.get("dependencies", [])]
@@ -131,8 +138,10 @@ def build(folder: Path, out: Path) -> tuple[Path, Path]:
     return wheel, sdist
 
 
-def third_party_view(target: Path) -> Path:
+def third_party_view(target: Path, without: Iterable[str] = ()) -> Path:
     """Fill the folder `target` with links to what the running environment has installed, but for this project's own.
+
+    `without` names further distributions to leave out.
 
     torch is some hundred megabytes and can't be had without a network, so environments for trying a wheel borrow what
     is installed already. They can't simply have the running environment's folder on their path: it holds the records
@@ -143,7 +152,7 @@ def third_party_view(target: Path) -> Path:
     for folder in folders:
         if not folder.is_dir():
             continue
-        own = _own_entries(folder)
+        own = _entries(folder, {canonicalize_name(name) for name in without})
         for path in folder.iterdir():
             link = target / path.name
             # A path's first folder wins, as it does on sys.path; .pth files work only in a real site folder.
@@ -153,12 +162,13 @@ def third_party_view(target: Path) -> Path:
     return target
 
 
-def _own_entries(folder: Path) -> set[str]:
+def _entries(folder: Path, without: set[str]) -> set[str]:
+    """Return what in the site folder `folder` belongs to this project or to the distributions `without`."""
     own: set[str] = set()
     for distribution in importlib.metadata.distributions(path=[str(folder)]):
         name = canonicalize_name(distribution.name)
         is_plugin = any(HOOK_GROUP.fullmatch(point.group) for point in distribution.entry_points)
-        if name == CORE or is_plugin:
+        if name == CORE or is_plugin or name in without:
             own |= {file.parts[0] for file in distribution.files or () if file.parts[0] != ".."}
     return own
 
@@ -185,9 +195,10 @@ class CleanVenv:
         program, *arguments = command
         return run([self.path / "bin" / program, *arguments], cwd=self.path, env=kept, timeout_s=timeout_s)
 
-    def install(self, *wheels: Path) -> None:
-        """Install wheels. What they depend on must be there: no index is asked."""
-        self.run("python", "-m", "pip", "install", "--no-index", "--no-compile", "--quiet", *wheels)
+    def install(self, *wheels: Path, check: bool = True) -> None:
+        """Install wheels. No index is asked: what they depend on must be there, unless `check` is off."""
+        options = ["--no-index", "--no-compile", "--quiet", *([] if check else ["--no-deps"])]
+        self.run("python", "-m", "pip", "install", *options, *wheels)
 
     def uninstall(self, *names: str) -> None:
         """Uninstall distributions."""

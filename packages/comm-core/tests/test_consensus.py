@@ -6,11 +6,11 @@ import time
 from typing import Any
 
 import pytest
-from test_group import on_threads
 
 from comm_core.consensus import Transaction, joint
 from comm_core.errors import GroupTimeoutError, JointError, JointValueError
 from comm_core.group import StoreGroup, thread_groups
+from comm_core.testing.ranks import on_threads
 
 STAGES = ("build", "allocate", "map")
 

@@ -2,34 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from comm_core.errors import ArgumentTypeError, ArgumentValueError, GroupTimeoutError, JointError
 from comm_core.group import Group, MemoryStore, StoreGroup, as_group, thread_groups
-
-
-def on_threads(groups: list[StoreGroup], body: Callable[[StoreGroup], Any]) -> list[Any]:
-    """Run `body` once a rank; return values, or the exceptions that came out."""
-    results: list[Any] = [None] * len(groups)
-
-    def run(group: StoreGroup) -> None:
-        try:
-            results[group.rank] = body(group)
-        except Exception as error:
-            results[group.rank] = error
-
-    threads = [threading.Thread(target=run, args=(group,)) for group in groups]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-        assert not thread.is_alive(), "a rank hangs"
-    return results
+from comm_core.testing.ranks import on_threads
 
 
 @pytest.mark.parametrize("size", [1, 2, 8])
@@ -104,6 +84,17 @@ def test_a_barrier_waits_for_everyone() -> None:
         return len(arrived)
 
     assert on_threads(thread_groups(4), body) == [4] * 4
+
+
+def test_a_roll_call_of_some_ranks_finds_the_missing_and_disturbs_no_gather() -> None:
+    """After a failed exchange only the ranks that failed compare notes; the group must stay in step."""
+
+    def body(group: StoreGroup) -> Any:
+        missing = group.roll_call(f"{group.token()}/call 3", timeout_s=0.3) if group.rank != 1 else None
+        return missing, group.gather("after", group.rank)
+
+    everyone = [0, 1, 2]
+    assert on_threads(thread_groups(3), body) == [((1,), everyone), (None, everyone), ((1,), everyone)]
 
 
 def test_the_deadline_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -162,7 +162,7 @@ def test_a_hook_that_nobody_calls_is_reported() -> None:
 
 
 def test_an_older_plugin_with_fewer_hook_arguments_still_loads() -> None:
-    """The contract that lets a minor release add arguments: an implementation may take fewer than the specification."""
+    """What lets a minor release add arguments: an implementation may take fewer than the specification has."""
     assert discover([found("x", plugin("x", api=(API_VERSION[0], 0)))]).reports[0].state == "loaded"
 
 

@@ -71,7 +71,9 @@ def as_bytes(tensor: torch.Tensor) -> bytes:
     return bytes(tensor.untyped_storage().tolist()[skip:])
 
 
-def through_buffers(all_plans: Sequence[Plan], sources: Sequence[Sequence[torch.Tensor]], outs: list[torch.Tensor]) -> None:
+def through_buffers(
+    all_plans: Sequence[Plan], sources: Sequence[Sequence[torch.Tensor]], outs: list[torch.Tensor]
+) -> None:
     """Execute the plans of all ranks as torch.distributed does: pack, swap pieces, unpack."""
     layouts = [wire(plan) for plan in all_plans]
     sent: list[torch.Tensor] = []
@@ -101,7 +103,7 @@ def check(
     size = len(sources)
     all_plans = [plan_of(rank) for rank in range(size)]
     for rank, plan in enumerate(all_plans):
-        check_shape(plan, [tensor.numel() * tensor.element_size() for tensor in (expected[rank],)][0])
+        check_shape(plan, expected[rank].numel() * expected[rank].element_size())
         image = bytearray(as_bytes(initial[rank].clone()))
         row_by_row(plan, all_plans, sources, image)
         assert bytes(image) == as_bytes(expected[rank]), f"rank {rank}, row by row"
@@ -120,7 +122,7 @@ def check_shape(plan: Plan, target_bytes: int) -> None:
     assert own_sends == own_receives
     written = np.zeros(target_bytes, dtype=np.int8)
     for copy in plan.receives:
-        assert 0 <= copy.target_offset and copy.target_end <= target_bytes
+        assert copy.target_offset >= 0 and copy.target_end <= target_bytes
         for _, to in copy.rows():
             written[to : to + copy.row_bytes] += 1
     assert written.max() == 1, "a byte is written twice"
@@ -144,9 +146,7 @@ def test_scatter_and_gather_are_what_they_say_and_inverse(g: Geometry) -> None:
                 for h in range(g.local_heads):
                     target[:, j * g.sequence + s, h] = source[:, s, r * g.local_heads + h]
     junk = [torch.full_like(tensor, 0x55) for tensor in y]
-    built = check(
-        lambda r: plans.scatter_heads(shape, g.itemsize, r, g.world_size), [[t] for t in x], y, junk
-    )
+    built = check(lambda r: plans.scatter_heads(shape, g.itemsize, r, g.world_size), [[t] for t in x], y, junk)
     back = check(
         lambda r: plans.gather_heads((*y[0].shape,), g.itemsize, r, g.world_size),
         [[t] for t in y],
@@ -203,7 +203,9 @@ def test_head_bands_of_any_views(g: Geometry, data: st.DataObject) -> None:
     fused: list[torch.Tensor] = []
     for r in range(g.world_size):
         at = r * g.local_heads + offset
-        parts = [torch.cat([qkv[j][part][:, :, at : at + count] for j in range(g.world_size)], 1) for part in range(3)]
+        parts = [
+            torch.cat([qkv[j][part][:, :, at : at + count] for j in range(g.world_size)], 1) for part in range(3)
+        ]
         fused.append(torch.cat(parts, -1))
     built = check(
         lambda r: plans.scatter_qkv_head_chunk(

@@ -51,6 +51,7 @@ __all__ = [
     "UlyssesPciePlan",
     "UlyssesRankTopology",
     "UlyssesWorkspace",
+    "__version__",
     "create_shared_buffer",
     "decide_ulysses_backend",
     "free_shared_buffer",
@@ -59,7 +60,6 @@ __all__ = [
     "pack_ulysses_qkv_head_chunk",
     "probe_ulysses_rank_topology",
     "resolve_ulysses_backend",
-    "__version__",
 ]
 
 _NAMES: dict[str, str] = {

@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 
-def _import_torch() -> Any:  # noqa: ANN401 - only its .cuda and .version are used, which are partly untyped
+def _import_torch() -> Any:
     return importlib.import_module("torch")
 
 

@@ -77,7 +77,12 @@ def resolve_group(group: object) -> ProcessGroup | None:
         raise ArgumentValueError("this process is not a member of the group that was passed")
     if not isinstance(group, dist.ProcessGroup):
         return None
-    if dist.get_rank(group) < 0:
+    try:
+        rank = dist.get_rank(group)
+    except ValueError as error:
+        # torch forgets a group that is destroyed, and then says that it was never created.
+        raise ArgumentValueError(f"the process group can't be used any more; was it destroyed? ({error})") from error
+    if rank < 0:
         raise ArgumentValueError("this process is not a member of the group that was passed")
     return group
 
@@ -126,7 +131,7 @@ def all_to_all_bytes(
     input_splits: Sequence[int] | None,
     group: ProcessGroup,
 ) -> Work:
-    """Exchange flat contiguous uint8 tensors: peer p gets slice p of `input_`; None means equal slices. Collective."""
+    """Exchange flat contiguous uint8 tensors: peer p gets slice p of `input_`; None is equal slices. Collective."""
     work = dist.all_to_all_single(
         output,
         input_,

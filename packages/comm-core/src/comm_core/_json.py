@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 __all__ = ["Json", "JsonObject", "canonical", "digest"]
 
-Json: TypeAlias = "None | bool | int | float | str | Sequence[Json] | Mapping[str, Json]"
+Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None"
 JsonObject: TypeAlias = "Mapping[str, Json]"
 
 

@@ -21,7 +21,7 @@ __all__ = ["Nvml", "NvmlDevice", "session"]
 _T = TypeVar("_T")
 
 
-def _import_binding() -> Any:  # noqa: ANN401 - the binding has no types
+def _import_binding() -> Any:
     return importlib.import_module("pynvml")
 
 
@@ -144,7 +144,7 @@ class Nvml:
     def compute_capability(self, device: NvmlDevice) -> str | None:
         """Return the compute capability, for example ``"9.0"``."""
 
-        def query(n: Any) -> str:  # noqa: ANN401
+        def query(n: Any) -> str:
             major, minor = n.nvmlDeviceGetCudaComputeCapability(device.handle)
             return f"{int(major)}.{int(minor)}"
 
@@ -263,7 +263,7 @@ class Nvml:
         return value
 
     def _text(self, what: str, query: Callable[[Any], Any]) -> str | None:
-        def decoded(n: Any) -> str:  # noqa: ANN401
+        def decoded(n: Any) -> str:
             value = query(n)
             return value.decode() if isinstance(value, bytes) else str(value)
 

@@ -101,6 +101,12 @@ def raise_failures(
         raise error(what, failed) from cause
 
 
+def kept_error(error: GroupTimeoutError, kept: int) -> GroupTimeoutError:
+    """Return `error` with the bytes that are kept because a late peer may still write them."""
+    text = f"{error}; {kept} bytes that a late peer may still write are kept until this process ends"
+    return GroupTimeoutError(error.what, error.missing, text)
+
+
 @dataclass
 class _Step:
     name: str
@@ -153,9 +159,7 @@ class Teardown:
             for step in reversed(self._steps):
                 self._undo(step, timeout_s)
         except GroupTimeoutError as error:
-            kept = self.abandon()
-            text = f"{error}; {kept} bytes that a late peer may still write are kept until this process ends"
-            raise GroupTimeoutError(error.what, error.missing, text) from error
+            raise kept_error(error, self.abandon()) from error
 
     def _undo(self, step: _Step, timeout_s: float | None) -> None:
         what = f"close {self.what}: take down {step.name!r}"
@@ -287,7 +291,9 @@ class Transaction:
         if self._committed:
             return
         if isinstance(error, GroupTimeoutError):
-            self.teardown.abandon()
+            kept = self.teardown.abandon()
+            if kept:
+                raise kept_error(error, kept) from error
             return
         if self._agreed:
             # This rank leaves between two steps, where the others don't expect it: tell them at their next step.

@@ -3,9 +3,9 @@
 Control data travels through the process group's own key-value store, key by key: no CUDA, no pickle, no collective on
 another group. (An object gather over NCCL or gloo takes the whole group timeout and names nobody.)
 
-The outcome of each gather is itself agreed: whoever has read all values, or has given up, settles the gather by one
-compare-and-set, and everyone obeys what was settled first. So a rank that comes late learns that the others have given
-up, instead of carrying on alone with values that nobody else used.
+The outcome of each gather is itself agreed: whoever has read all values, or has given up, settles the gather by
+one compare-and-set, and everyone obeys what was settled first. So a rank that comes late learns that the others have
+given up, instead of carrying on alone with values that nobody else used.
 """
 
 from __future__ import annotations
@@ -70,6 +70,19 @@ class Group(ABC):
             JointError: the ranks are at different steps.
         """
 
+    def roll_call(self, name: str, *, timeout_s: float) -> tuple[int, ...]:
+        """Return the ranks that did not answer under `name` within `timeout_s` seconds.
+
+        For finding out who is missing after something else failed: unlike `gather` it may be called by some ranks
+        alone, changes nothing for the gathers that follow, and never raises for a missing rank. `name` must be used
+        once.
+        """
+        return ()
+
+    def token(self) -> str:
+        """Return a text that is equal on ranks which are between the same two gathers, and new after each gather."""
+        return ""
+
     def barrier(self, what: str, *, timeout_s: float | None = None) -> None:
         """Return when every rank has called. Collective; errors as in `gather`."""
         self.gather(what, None, timeout_s=timeout_s)
@@ -112,6 +125,11 @@ class _Channel:
         self._next = 0
         self._stale: list[int] = []
 
+    @property
+    def number(self) -> int:
+        """Number of the next gather."""
+        return self._next
+
     def take_number(self) -> int:
         number, self._next = self._next, self._next + 1
         return number
@@ -149,6 +167,11 @@ class StoreGroup(Group):
         self._channel = channel if isinstance(channel, _Channel) else _Channel(channel)
         self._store = self._channel.store
 
+    @property
+    def store(self) -> Store:
+        """The key-value store behind the gathers."""
+        return self._store
+
     def gather(self, what: str, value: Json, *, timeout_s: float | None = None) -> list[Json]:
         """See `Group.gather`."""
         record = canonical({"what": what, "value": value})
@@ -156,6 +179,21 @@ class StoreGroup(Group):
             return [json.loads(record)["value"]]
         with self._channel.lock:
             return self._gather(what, record, self.timeout_s if timeout_s is None else timeout_s)
+
+    def roll_call(self, name: str, *, timeout_s: float) -> tuple[int, ...]:
+        """See `Group.roll_call`."""
+        prefix = f"{_PREFIX}/roll/{name}"
+        self._store.set(f"{prefix}/{self.rank}", "here")
+        deadline = time.monotonic() + timeout_s
+        while True:
+            missing = tuple(rank for rank in range(self.size) if not self._store.check(f"{prefix}/{rank}"))
+            if not missing or time.monotonic() >= deadline:
+                return missing
+            time.sleep(_POLL_CAP_S)
+
+    def token(self) -> str:
+        """See `Group.token`."""
+        return str(self._channel.number)
 
     def _gather(self, what: str, record: str, seconds: float) -> list[Json]:
         number = self._channel.take_number()

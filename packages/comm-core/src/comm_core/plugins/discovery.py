@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import pluggy
 
@@ -267,11 +267,11 @@ class _State:
     lock = threading.RLock()
     current: Registry | None = None
     blocked: frozenset[str] = frozenset()
-    registered: list[_Found] = []
+    registered: ClassVar[list[_Found]] = []
 
 
 def registry() -> Registry:
-    """Return the plugins of this process; discovers them at the first call and when ``COMM_BLOCK_PLUGINS`` changes."""
+    """Return the plugins of this process, discovered at the first call and when ``COMM_BLOCK_PLUGINS`` changes."""
     with _State.lock:
         blocked = _env.blocked_plugins()
         if _State.current is None or _State.blocked != blocked:

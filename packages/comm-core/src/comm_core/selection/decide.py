@@ -9,6 +9,7 @@ from comm_core._json import Json, JsonObject, digest
 from comm_core.errors import CommError, UlyssesBackendError
 from comm_core.selection.decision import Considered, Decision
 from comm_core.selection.request import Merged, Offer
+from comm_core.topology import predicates
 from comm_core.topology.facts import RankFacts
 from comm_core.transport.interface import Request, Transport, Verdict
 
@@ -25,12 +26,23 @@ def assess_all(
     """
     request = merged.request
     absent = [
-        Considered(name, False, reason)
+        Considered(name, False, reason + _topology_says(name, request, facts))
         for name, reason in sorted(merged.absent.items())
         if request.backend in ("auto", name)
     ]
     names = [name for name in merged.common if request.backend in ("auto", name)]
     return (*absent, *(_assess(transports[name], merged.offers[name], request, facts) for name in names))
+
+
+def _topology_says(name: str, request: Request, facts: Sequence[RankFacts]) -> str:
+    """Return whether installing `name` would help, where its predicates are known and there are facts to ask."""
+    ask = predicates.KNOWN.get(name)
+    if ask is None or not facts:
+        return ""
+    verdict = ask(facts, allow_shared_gpu=request.allow_shared_gpu)
+    if verdict.eligible:
+        return f". The topology would admit it ({verdict.reason})"
+    return f". It would not help here: {verdict.reason}"
 
 
 def _assess(transport: Transport, offer: Offer, request: Request, facts: Sequence[RankFacts]) -> Considered:

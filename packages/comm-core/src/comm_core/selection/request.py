@@ -170,7 +170,7 @@ def _common(asked: Sequence[RankRequest]) -> tuple[tuple[str, ...], dict[str, st
         lacking = [rank for rank, item in enumerate(asked) if name not in item.plugins]
         if lacking:
             why = asked[lacking[0]].missing.get(name) or f"no plugin provides {name!r}"
-            where = "on every rank" if len(lacking) == len(asked) else f"on {_ranks(lacking)}"
+            where = "on any rank" if len(lacking) == len(asked) else f"on {_ranks(lacking)}"
             absent[name] = f"not available {where}: {why}"
             continue
         wires = [item.plugins[name].wire for item in asked]
@@ -215,8 +215,8 @@ def _distinct_devices(what: str, request: Request, asked: Sequence[RankRequest])
         raise JointValueError(
             f"{what}: ranks share a GPU",
             {rank: f"on {device}" for device, ranks in shared.items() for rank in ranks},
-            hint="Call torch.cuda.set_device(local_rank) first or pass device=; COMM_ALLOW_SHARED_GPU=1 on every rank "
-            "allows it for testing",
+            hint="Call torch.cuda.set_device(local_rank) first or pass device=; for testing, COMM_ALLOW_SHARED_GPU=1 "
+            "on every rank allows it",
         )
 
 

@@ -114,11 +114,16 @@ def _own_request(group: Group, asked: Asked, plugins: Registry | None) -> tuple[
         except Exception as error:
             errors.append(f"plugin discovery failed: {describe(error)}")
             plugins = Registry()
+    identity = ""
+    try:
+        identity = _device_identity(asked.device)
+    except Exception as error:
+        errors.append(f"device {asked.device} can't be asked for its identity: {describe(error)}")
     names = {*known.TRANSPORTS} | ({backend} - {"auto"})
     request = RankRequest(
         backend=backend,
         device_type="" if asked.device is None else asked.device.type,
-        device=_device_identity(asked.device),
+        device=identity,
         group_backends=group.backends,
         dtype=asked.dtype,
         itemsize=asked.itemsize,
@@ -156,7 +161,8 @@ def _environment(group: Group) -> dict[str, str]:
 
 
 def _device_identity(device: torch.device | None) -> str:
-    if device is None or device.type != "cuda":
+    """Return the UUID of a CUDA device, or an empty string where it is unknown or a topology file replaces it."""
+    if device is None or device.type != "cuda" or _env.topology_file():
         return ""
     from comm_core import _cuda
 

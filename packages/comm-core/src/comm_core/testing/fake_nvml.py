@@ -153,7 +153,7 @@ class FakeMachine:
 
         return replace(cls.of(size), nvlink=together, ancestor=ancestor)
 
-    def change(self, position: int, **changes: Any) -> None:  # noqa: ANN401 - the fields of FakeGpu
+    def change(self, position: int, **changes: Any) -> None:
         """Replace fields of one GPU."""
         self.gpus[position] = replace(self.gpus[position], **changes)
 

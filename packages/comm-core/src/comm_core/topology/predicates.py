@@ -10,17 +10,19 @@ A pair is ordered: "0→2" is what the device of rank 0 can do with the device o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 from comm_core.topology.facts import PairFacts, RankFacts
 from comm_core.topology.ulysses import UlyssesPciePlan
 from comm_core.transport.interface import Verdict
 
 __all__ = [
+    "KNOWN",
     "MNNVL_MIN_RANKS",
     "NVLINK_SIZES",
     "PCIE_ROUTES",
     "PCIE_SIZES",
+    "Assess",
     "Reason",
     "all_cuda",
     "all_pairs_nvlink",
@@ -429,6 +431,18 @@ def assess_mnnvl(facts: Sequence[RankFacts], *, allow_shared_gpu: bool = False) 
         lambda: fabric_clique(facts),
     )
     return verdict._replace(plan={"handle": "fabric"}) if verdict.eligible else verdict
+
+
+class Assess(Protocol):
+    """Pure assessment of a group for one kind of transport."""
+
+    def __call__(self, facts: Sequence[RankFacts], *, allow_shared_gpu: bool = False) -> Verdict:
+        """Return whether the group can use it."""
+        ...
+
+
+KNOWN: dict[str, Assess] = {"nvlink": assess_nvlink, "pcie": assess_pcie, "mnnvl": assess_mnnvl}
+"""Transports whose conditions are known here, so that a decision can be explained before anything is installed."""
 
 
 def _peer_checks(

@@ -1,0 +1,1 @@
+"""Transports: the interface, plans, and torch.distributed as the reference implementation."""

@@ -16,7 +16,7 @@ from comm_core import _dist
 from comm_core._json import JsonObject
 from comm_core._version import __version__
 from comm_core.consensus import Transaction
-from comm_core.errors import ArgumentValueError, GroupTimeoutError, TransportError
+from comm_core.errors import ArgumentValueError, TransportError
 from comm_core.group import Group
 from comm_core.topology.facts import RankFacts
 from comm_core.transport import strided
@@ -34,7 +34,7 @@ SMALL_BYTES = 1 << 20
 
 # How long the ranks of a failed exchange wait for each other's word on where they are. Whoever can answer is already
 # in the same failed call, so this only has to cover their different deadlines.
-_DIAGNOSIS_S = 3.0
+_DIAGNOSIS_S = 2.0
 
 _wire = lru_cache(512)(wire)
 
@@ -93,6 +93,7 @@ class DistSession(TransportSession):
         self._process_group: ProcessGroup = process_group
         self._backend = group.backends.get(device.type, "")
         self._calls = 0
+        self._token = group.token()
 
     def exchange(
         self,
@@ -148,12 +149,11 @@ class DistSession(TransportSession):
         """Return an error that names the ranks that are not in this call, which the backend's own text does not."""
         where = f"{self._backend} {operation}, call {self._calls} of this communicator, rank {self._group.rank}"
         try:
-            self._group.gather(f"{operation} {self._calls} failed", None, timeout_s=_DIAGNOSIS_S)
-            who = "every rank reports the failure"
-        except GroupTimeoutError as timeout:
-            ranks = ", ".join(map(str, timeout.missing))
-            who = f"no word from rank {ranks}: it died, skipped the call or is late"
-        except Exception as failure:
+            missing = self._group.roll_call(f"{self._token}/{self._calls}", timeout_s=_DIAGNOSIS_S)
+            ranks = ", ".join(map(str, missing))
+            gone = f"no word from rank {ranks}: it died, skipped the call or is late"
+            who = gone if missing else "every rank reports it"
+        except RuntimeError as failure:
             who = f"the ranks could not compare notes ({failure})"
         return TransportError(
             f"{where} failed: {who}. {error}. The communicator can't be used any more; COMM_CHECK=1 finds ranks that "

@@ -1,8 +1,8 @@
 """Plans: what bytes go where, as data. Pure; no torch, no device.
 
-A plan describes one exchange from the point of view of one rank. It holds the copies that this rank *sends* (from its
-sources into each peer's destination) and those that it *receives* (from each peer into its own destination). Both come
-from the same pure function of the geometry, so each rank knows, without asking, what every peer will send it.
+A plan describes one exchange from the point of view of one rank. It holds the copies that this rank *sends* (from
+its sources into each peer's destination) and those that it *receives* (from each peer into its own destination). Both
+come from the same pure function of the geometry, so each rank knows, without asking, what every peer will send it.
 
 A copy is a nest of levels around rows of contiguous bytes::
 

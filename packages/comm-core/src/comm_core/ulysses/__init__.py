@@ -1,0 +1,1 @@
+"""Ulysses: plans (pure geometry), communicator (front), head-chunk transforms."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -143,7 +143,7 @@ class UlyssesCommunicator:
 
     @property
     def topology_decision(self) -> UlyssesBackendDecision:
-        """The decision before anything was opened; differs from `decision` where opening failed and `auto` fell back."""
+        """The decision before anything was opened; `decision` differs where opening failed and `auto` fell back."""
         return self._topology_decision
 
     @property
@@ -282,8 +282,8 @@ class UlyssesCommunicator:
         if operation == "gather_heads":
             if b % size:
                 raise ArgumentValueError(
-                    f"x has a global sequence of {b}, which {size} ranks can't share evenly: uneven sequences are not "
-                    f"supported yet; pad to {-(-b // size) * size} before scatter_heads and cut after gather_heads"
+                    f"x has a global sequence of {b}, which {size} ranks can't share evenly: uneven sequences "
+                    f"are not supported yet; pad to {-(-b // size) * size} before scatter_heads and cut it later"
                 )
             return (a, b // size, c * size, d)
         if (a, b, c) != (1, 1, size):
@@ -496,8 +496,6 @@ class UlyssesCommunicator:
         self._usable("prepare_qkv")
 
         def codec_here() -> Json:
-            if not isinstance(quantization, str):
-                raise ArgumentTypeError(f"quantization must be a str, got {type(quantization).__name__}")
             found = registry().codecs.get(quantization)
             if found is None:
                 raise UnsupportedError(registry().why_missing(quantization))
@@ -681,7 +679,7 @@ class _Arguments:
             self.device = default_device(group) if device is None else _cuda.normalize_device(device)
 
     @contextlib.contextmanager
-    def _collect(self) -> Iterator[None]:
+    def _collect(self) -> Generator[None]:
         try:
             yield
         except CommError as error:

@@ -14,7 +14,7 @@ from comm_core.group import Group, as_group
 from comm_core.selection import Asked, Considered, Decision, resolve
 from comm_core.topology import predicates
 from comm_core.topology.facts import RankFacts
-from comm_core.topology.ulysses import UlyssesPciePlan, UlyssesRankTopology
+from comm_core.topology.ulysses import UlyssesPciePlan, UlyssesRankTopology, ulysses_to_rank_facts
 from comm_core.transport.interface import Request, Verdict
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ def decide_ulysses_backend(
         raise ArgumentValueError(f"requested must be one of {names}, got {requested!r}")
     if not topologies:
         raise ArgumentValueError("topologies must hold one record a rank, got none")
-    facts = [item.to_facts() for item in topologies]
+    facts = [ulysses_to_rank_facts(item) for item in topologies]
     if requested in ("nccl", "gloo"):
         return UlyssesBackendDecision(requested, f"{requested} was asked for")
     order = (requested,) if requested != "auto" else ("nvlink", "pcie")
