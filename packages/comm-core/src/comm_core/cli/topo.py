@@ -89,13 +89,17 @@ def show(facts: Sequence[RankFacts], out: Console, *, origin: str, details: bool
             _links(on_gpu, out)
     cpu = [record.rank for record in facts if record.device.kind != "cuda"]
     if cpu:
-        what = "No GPU" if len(facts) == 1 and not on_gpu else f"On the CPU: {_ranks(cpu)}"
-        out.print(f"{what}\n")
+        out.print("  No GPU\n" if len(facts) == 1 else f"  On the CPU: {_ranks(cpu)}\n")
     if details:
         if on_gpu:
             _identities(on_gpu, out)
         _hosts(facts, out)
         _versions(facts, out)
+    else:
+        hosts: dict[tuple[str, str], list[int]] = {}
+        for record in facts:
+            hosts.setdefault((record.host.boot_id, record.host.hostname), []).append(record.rank)
+        output.columns("Hosts", ((name or "?", _ranks(ranks)) for (_, name), ranks in hosts.items()), out)
     output.paragraph("What could not be established, and why", _unknown(facts), out)
 
 
