@@ -15,7 +15,12 @@ __all__ = [
     "allow_experimental_auto",
     "allow_shared_gpu",
     "blocked_plugins",
+    "cache_dir",
     "check",
+    "cuda_arch_list",
+    "jit_off",
+    "jit_timeout_s",
+    "nvcc",
     "timeout_s",
     "topology_file",
     "trace_hooks",
@@ -29,6 +34,11 @@ VARIABLES: dict[str, str] = {
     "COMM_TOPOLOGY_FILE": "a recorded topology (JSON) that replaces the probe",
     "COMM_BLOCK_PLUGINS": "comma-separated plugin names that are not loaded",
     "COMM_TRACE_HOOKS": "1: print every plugin hook call to standard error",
+    "COMM_JIT": "off: never compile; use the libraries that are in the cache (default on)",
+    "COMM_JIT_TIMEOUT_S": "seconds that building one library may take, waiting for another process included (600)",
+    "COMM_CACHE_DIR": "folder for compiled libraries (default $XDG_CACHE_HOME/comm or ~/.cache/comm)",
+    "COMM_CUDA_ARCH_LIST": "GPU architectures to compile for, as in '9.0a;8.0' (default: the device in use)",
+    "COMM_NVCC": "path of nvcc (default: from CUDA_HOME, CUDA_PATH, PATH or /usr/local/cuda*)",
 }
 """Name -> what it does. `commctl doctor` and the documentation print this table."""
 
@@ -44,18 +54,22 @@ def _flag(name: str) -> bool:
     raise ArgumentValueError(f"{name} must be 0 or 1, got {value!r}")
 
 
-def timeout_s() -> float:
-    """Return ``COMM_TIMEOUT_S``: the seconds that a step waits for another rank."""
-    text = os.environ.get("COMM_TIMEOUT_S", "")
+def _seconds(name: str, default: float) -> float:
+    text = os.environ.get(name, "")
     if not text:
-        return 60.0
+        return default
     try:
         value = float(text)
     except ValueError:
         value = -1.0
     if not 0 < value <= _MAX_TIMEOUT_S:
-        raise ArgumentValueError(f"COMM_TIMEOUT_S must be seconds in (0, {_MAX_TIMEOUT_S:g}], got {text!r}")
+        raise ArgumentValueError(f"{name} must be seconds in (0, {_MAX_TIMEOUT_S:g}], got {text!r}")
     return value
+
+
+def timeout_s() -> float:
+    """Return ``COMM_TIMEOUT_S``: the seconds that a step waits for another rank."""
+    return _seconds("COMM_TIMEOUT_S", 60.0)
 
 
 def check() -> bool:
@@ -86,3 +100,33 @@ def blocked_plugins() -> frozenset[str]:
 def trace_hooks() -> bool:
     """Return ``COMM_TRACE_HOOKS``."""
     return _flag("COMM_TRACE_HOOKS")
+
+
+def jit_off() -> bool:
+    """Return whether ``COMM_JIT`` forbids compiling."""
+    value = os.environ.get("COMM_JIT", "")
+    if value in ("", "on"):
+        return False
+    if value == "off":
+        return True
+    raise ArgumentValueError(f"COMM_JIT must be on or off, got {value!r}")
+
+
+def jit_timeout_s() -> float:
+    """Return ``COMM_JIT_TIMEOUT_S``: the seconds that building one library may take."""
+    return _seconds("COMM_JIT_TIMEOUT_S", 600.0)
+
+
+def cache_dir() -> str | None:
+    """Return ``COMM_CACHE_DIR``, or None where it is not set."""
+    return os.environ.get("COMM_CACHE_DIR") or None
+
+
+def cuda_arch_list() -> str | None:
+    """Return ``COMM_CUDA_ARCH_LIST``, or None where it is not set or blank."""
+    return os.environ.get("COMM_CUDA_ARCH_LIST", "").strip() or None
+
+
+def nvcc() -> str | None:
+    """Return ``COMM_NVCC``, or None where it is not set."""
+    return os.environ.get("COMM_NVCC") or None

@@ -18,6 +18,9 @@ __all__ = [
     "CommError",
     "CudaCallError",
     "GroupTimeoutError",
+    "JitBuildError",
+    "JitCacheError",
+    "JitMissingError",
     "JointError",
     "JointValueError",
     "PluginError",
@@ -107,3 +110,25 @@ class CudaCallError(CommError, RuntimeError):
         self.call = call
         self.code = code
         super().__init__(f"{call} failed with CUDA error {code}: {text}")
+
+
+class JitBuildError(CommError, RuntimeError):
+    """A module could not be built; the text has the first error, the command, the log and what to do.
+
+    Attributes:
+        command: the command that failed, or empty where no command had been run.
+        log: path of the whole log, or empty.
+    """
+
+    def __init__(self, text: str, *, command: str = "", log: str = "") -> None:
+        self.command = command
+        self.log = log
+        super().__init__(text)
+
+
+class JitMissingError(CommError, RuntimeError):
+    """A module is not built yet and must not be built now; the text has the command that builds it."""
+
+
+class JitCacheError(CommError, RuntimeError):
+    """The folder for compiled libraries can't be used or can't be trusted, or what is in it can't be loaded."""

@@ -24,6 +24,7 @@ from comm_core.errors import PluginError
 from comm_core.plugins.hookspecs import API_VERSION, ENTRY_POINT_GROUP, PROJECT, CommSpecs
 
 if TYPE_CHECKING:
+    from comm_core.jit.spec import ModuleSpec
     from comm_core.transport.interface import Transport
 
 __all__ = ["PluginReport", "Registry", "discover", "register", "registry", "report", "unregister"]
@@ -44,6 +45,7 @@ class PluginReport:
         transports: names that it provides.
         codecs: names that it provides.
         allreduce: names that it provides.
+        modules: names of its CUDA modules.
         seconds: time that loading took.
     """
 
@@ -57,6 +59,7 @@ class PluginReport:
     transports: tuple[str, ...] = ()
     codecs: tuple[str, ...] = ()
     allreduce: tuple[str, ...] = ()
+    modules: tuple[str, ...] = ()
     seconds: float = 0.0
 
 
@@ -69,6 +72,7 @@ class Registry:
         transports: name -> transport.
         codecs: name -> codec.
         allreduce: name -> all-reduce backend.
+        modules: name -> CUDA module.
         commands: (name, typer application) of ``commctl`` subcommands.
     """
 
@@ -76,6 +80,7 @@ class Registry:
     transports: dict[str, Transport] = field(default_factory=dict[str, "Transport"])
     codecs: dict[str, Any] = field(default_factory=dict[str, Any])
     allreduce: dict[str, Any] = field(default_factory=dict[str, Any])
+    modules: dict[str, ModuleSpec] = field(default_factory=dict[str, "ModuleSpec"])
     commands: list[tuple[str, Any]] = field(default_factory=list[tuple[str, Any]])
 
     def why_missing(self, name: str) -> str:
@@ -116,10 +121,15 @@ class _Found:
     built_in: bool = False
 
 
-_HOOKS: tuple[tuple[str, str], ...] = (
-    ("comm_transports", "transports"),
-    ("comm_codecs", "codecs"),
-    ("comm_allreduce", "allreduce"),
+# Ranks compare what they provide by version and wire number; a module is compared by what it is built from.
+_COMPARED: tuple[tuple[str, type], ...] = (("name", str), ("version", str), ("wire", int))
+_MODULE: tuple[tuple[str, type], ...] = (("name", str), ("package", str), ("sources", tuple))
+
+_HOOKS: tuple[tuple[str, str, tuple[tuple[str, type], ...]], ...] = (
+    ("comm_transports", "transports", _COMPARED),
+    ("comm_codecs", "codecs", _COMPARED),
+    ("comm_allreduce", "allreduce", _COMPARED),
+    ("comm_modules", "modules", _MODULE),
 )
 
 
@@ -195,10 +205,10 @@ def _load(item: _Found, base: PluginReport, result: Registry, manager: pluggy.Pl
     provided: dict[str, dict[str, Any]] = {}
     try:
         others = [other for other in manager.get_plugins() if other is not plugin]
-        for hook, kind in _HOOKS:
+        for hook, kind, attributes in _HOOKS:
             caller = manager.subset_hook_caller(hook, others)
             entries = [entry for part in cast("list[Sequence[Any]]", caller()) for entry in part]
-            provided[kind] = _by_name(item, hook, entries, getattr(result, kind))
+            provided[kind] = _by_name(hook, attributes, entries, getattr(result, kind))
         commands = [entry for part in manager.subset_hook_caller("comm_commands", others)() for entry in part]
     except BaseException:
         manager.unregister(plugin)
@@ -213,6 +223,7 @@ def _load(item: _Found, base: PluginReport, result: Registry, manager: pluggy.Pl
         transports=tuple(provided["transports"]),
         codecs=tuple(provided["codecs"]),
         allreduce=tuple(provided["allreduce"]),
+        modules=tuple(provided["modules"]),
     )
 
 
@@ -229,10 +240,12 @@ def _api(plugin: object) -> tuple[int, int]:
     return major, minor
 
 
-def _by_name(item: _Found, hook: str, entries: Sequence[Any], taken: dict[str, Any]) -> dict[str, Any]:
+def _by_name(
+    hook: str, attributes: Sequence[tuple[str, type]], entries: Sequence[Any], taken: dict[str, Any]
+) -> dict[str, Any]:
     named: dict[str, Any] = {}
     for entry in entries:
-        for attribute, kind in (("name", str), ("version", str), ("wire", int)):
+        for attribute, kind in attributes:
             value = getattr(entry, attribute, None)
             if not isinstance(value, kind) or isinstance(value, bool):
                 raise PluginError(f"{hook}: {entry!r} must have {attribute!r} of type {kind.__name__}, got {value!r}")

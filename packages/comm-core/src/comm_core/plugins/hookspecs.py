@@ -16,6 +16,7 @@ import pluggy
 if TYPE_CHECKING:
     from typer import Typer
 
+    from comm_core.jit.spec import ModuleSpec
     from comm_core.transport.interface import Transport
 
 __all__ = ["API_VERSION", "ENTRY_POINT_GROUP", "PROJECT", "CommSpecs", "hookimpl", "hookspec"]
@@ -42,6 +43,10 @@ class CommSpecs:
     @hookspec
     def comm_allreduce(self) -> Sequence[object]:  # pyright: ignore[reportReturnType]
         """Return the all-reduce backends of this plugin; each has a ``name``, a ``version`` and a ``wire`` number."""
+
+    @hookspec
+    def comm_modules(self) -> Sequence[ModuleSpec]:  # pyright: ignore[reportReturnType]
+        """Return the CUDA modules of this plugin (`comm_core.jit.ModuleSpec`), for ``commctl jit`` to build ahead."""
 
     @hookspec
     def comm_commands(self) -> Sequence[tuple[str, Typer]]:  # pyright: ignore[reportReturnType]

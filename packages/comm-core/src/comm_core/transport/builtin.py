@@ -1,12 +1,14 @@
-"""The built-in plugin: torch.distributed's NCCL and gloo as transports."""
+"""The built-in plugin: torch.distributed's NCCL and gloo as transports, and the CUDA modules of comm-core."""
 
 from __future__ import annotations
 
+from comm_core.jit.selfcheck import SPECS
+from comm_core.jit.spec import ModuleSpec
 from comm_core.plugins.hookspecs import API_VERSION, hookimpl
 from comm_core.transport.dist import DistTransport
 from comm_core.transport.interface import Transport
 
-__all__ = ["comm_api", "comm_transports"]
+__all__ = ["comm_api", "comm_modules", "comm_transports"]
 
 comm_api = API_VERSION
 
@@ -18,3 +20,9 @@ def comm_transports() -> list[Transport]:
         DistTransport("nccl", ("cuda",), priority=-1),
         DistTransport("gloo", ("cpu", "cuda"), priority=-2, verified_on=("CPU processes",)),
     ]
+
+
+@hookimpl
+def comm_modules() -> tuple[ModuleSpec, ...]:
+    """Return the modules of comm-core itself."""
+    return SPECS
