@@ -30,6 +30,7 @@ __all__ = [
     "is_initialized",
     "nccl_version",
     "normalize_device",
+    "raw_stream",
     "runtime_version",
 ]
 
@@ -133,6 +134,11 @@ def is_capturing() -> bool:
     cuda = source().cuda
     # Never asked before CUDA is initialized, because a stream that does not exist can't be capturing.
     return bool(cuda.is_initialized()) and bool(cuda.is_current_stream_capturing())
+
+
+def raw_stream(index: int) -> int:
+    """Return the handle of device `index`'s current stream, without the cost of a `torch.cuda.Stream` object."""
+    return int(source()._C._cuda_getCurrentRawStream(index))
 
 
 def device_guard(device: torch.device) -> AbstractContextManager[object]:

@@ -21,6 +21,7 @@ __all__ = [
     "jit_off",
     "jit_timeout_s",
     "nvcc",
+    "on_stall",
     "timeout_s",
     "topology_file",
     "trace_hooks",
@@ -31,6 +32,7 @@ VARIABLES: dict[str, str] = {
     "COMM_CHECK": "1: agree geometry, dtype and call order before each collective",
     "COMM_ALLOW_EXPERIMENTAL_AUTO_BACKENDS": "1 on every rank: 'auto' may choose an experimental transport",
     "COMM_ALLOW_SHARED_GPU": "1 on every rank: several ranks may share a GPU (for testing)",
+    "COMM_ON_STALL": "poison (default): an operation that stalls fills its outputs with NaN bytes; status: it does not",
     "COMM_TOPOLOGY_FILE": "a recorded topology (JSON) that replaces the probe",
     "COMM_BLOCK_PLUGINS": "comma-separated plugin names that are not loaded",
     "COMM_TRACE_HOOKS": "1: print every plugin hook call to standard error",
@@ -85,6 +87,14 @@ def allow_experimental_auto() -> bool:
 def allow_shared_gpu() -> bool:
     """Return ``COMM_ALLOW_SHARED_GPU``."""
     return _flag("COMM_ALLOW_SHARED_GPU")
+
+
+def on_stall() -> str:
+    """Return ``COMM_ON_STALL``: ``"poison"`` or ``"status"``."""
+    value = os.environ.get("COMM_ON_STALL", "") or "poison"
+    if value not in ("poison", "status"):
+        raise ArgumentValueError(f"COMM_ON_STALL must be 'poison' or 'status', got {value!r}")
+    return value
 
 
 def topology_file() -> str | None:

@@ -23,6 +23,7 @@ __all__ = [
     "JitMissingError",
     "JointError",
     "JointValueError",
+    "PeerStalledError",
     "PluginError",
     "TopologyFileError",
     "TransportError",
@@ -101,6 +102,20 @@ class UlyssesBackendError(CommError, RuntimeError):
 
 class TransportError(CommError, RuntimeError):
     """A transport failed in the middle of an operation; the communicator can't be used any more."""
+
+
+class PeerStalledError(TransportError):
+    """A kernel waited for another rank until its deadline, or was told that another rank's kernel did.
+
+    Attributes:
+        waited_for: the group rank that did not come.
+        reporter: the group rank that gave up first.
+    """
+
+    def __init__(self, text: str, waited_for: int, reporter: int) -> None:
+        self.waited_for = waited_for
+        self.reporter = reporter
+        super().__init__(text)
 
 
 class CudaCallError(CommError, RuntimeError):

@@ -31,6 +31,8 @@ TRANSPORTS: dict[str, KnownName] = {
         KnownName("nvlink", "comm-nvlink", "nvlink"),
         KnownName("pcie", "comm-pcie", "pcie"),
         KnownName("mnnvl", "comm-mnnvl", "mnnvl"),
+        KnownName("windows", "comm-core", None),
+        KnownName("windows-ce", "comm-core", None),
         KnownName("nccl", "comm-core", None),
         KnownName("gloo", "comm-core", None),
     )

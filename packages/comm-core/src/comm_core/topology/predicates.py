@@ -29,6 +29,7 @@ __all__ = [
     "all_pairs_p2p",
     "assess_mnnvl",
     "assess_nvlink",
+    "assess_peers",
     "assess_pcie",
     "cuda_ipc_reachable",
     "equal_environment",
@@ -341,6 +342,27 @@ def assess_nvlink(
         lambda: single_host(facts),
         lambda: cuda_ipc_reachable(facts),
         *_peer_checks(facts, allow_shared_gpu, nvlink=True),
+    )
+
+
+def assess_peers(
+    facts: Sequence[RankFacts], *, sizes: Sequence[int], allow_shared_gpu: bool = False
+) -> Verdict:
+    """Return whether all ranks' GPUs, on one host, have peer access to each other, over whatever link.
+
+    Args:
+        facts: every rank's facts.
+        sizes: group sizes that are supported.
+        allow_shared_gpu: whether several ranks may be on one GPU; such a pair counts as connected.
+    """
+    return _verdict(
+        _host_of(facts) + _sharing(facts) + f"all {_pair_count(facts)} ordered pairs have P2P",
+        lambda: ranks_complete(facts),
+        lambda: no_probe_errors(facts),
+        lambda: world_size_in(facts, sizes),
+        lambda: all_cuda(facts),
+        lambda: single_host(facts),
+        *_peer_checks(facts, allow_shared_gpu, nvlink=False),
     )
 
 

@@ -7,6 +7,7 @@ from comm_core.jit.spec import ModuleSpec
 from comm_core.plugins.hookspecs import API_VERSION, hookimpl
 from comm_core.transport.dist import DistTransport
 from comm_core.transport.interface import Transport
+from comm_core.windows.transport import WindowTransport
 
 __all__ = ["comm_api", "comm_modules", "comm_transports"]
 
@@ -15,8 +16,10 @@ comm_api = API_VERSION
 
 @hookimpl
 def comm_transports() -> list[Transport]:
-    """Return the fallbacks. Negative priorities put them after everything that somebody installs on purpose."""
+    """Return the plain transports and the fallbacks. Negative priorities put them after everything that somebody installs on purpose."""
     return [
+        WindowTransport("windows", copy_engines=False),
+        WindowTransport("windows-ce", copy_engines=True),
         DistTransport("nccl", ("cuda",), priority=-1),
         DistTransport("gloo", ("cpu", "cuda"), priority=-2, verified_on=("CPU processes",)),
     ]

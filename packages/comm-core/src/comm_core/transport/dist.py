@@ -27,7 +27,7 @@ from comm_core.transport.wire import Wire, wire
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["SMALL_BYTES", "DistSession", "DistTransport"]
+__all__ = ["SMALL_BYTES", "DistSession", "DistTransport", "check_small"]
 
 SMALL_BYTES = 1 << 20
 """Largest operand of `all_gather_small` in bytes."""
@@ -37,6 +37,24 @@ SMALL_BYTES = 1 << 20
 _DIAGNOSIS_S = 2.0
 
 _wire = lru_cache(512)(wire)
+
+
+def check_small(value: torch.Tensor, out: torch.Tensor, world_size: int) -> int:
+    """Check the tensors of a small gather and return the bytes a rank.
+
+    Raises:
+        ArgumentValueError: they are too large, not contiguous, or don't fit each other.
+    """
+    nbytes = value.numel() * value.element_size()
+    if nbytes > SMALL_BYTES:
+        raise ArgumentValueError(f"all_gather_small takes up to {SMALL_BYTES} bytes a rank, got {nbytes}")
+    total = nbytes * world_size
+    if not value.is_contiguous() or not out.is_contiguous() or out.numel() * out.element_size() != total:
+        raise ArgumentValueError(
+            f"all_gather_small needs contiguous tensors and an output of {total} bytes, got {tuple(value.shape)} and "
+            f"{tuple(out.shape)} of {out.dtype}"
+        )
+    return nbytes
 
 
 class DistTransport(Transport):
@@ -162,15 +180,8 @@ class DistSession(TransportSession):
 
     def all_gather_small(self, value: torch.Tensor, out: torch.Tensor) -> None:
         """See `TransportSession.all_gather_small`."""
-        nbytes = value.numel() * value.element_size()
-        if nbytes > SMALL_BYTES:
-            raise ArgumentValueError(f"all_gather_small takes up to {SMALL_BYTES} bytes a rank, got {nbytes}")
+        nbytes = check_small(value, out, self._group.size)
         total = nbytes * self._group.size
-        if not value.is_contiguous() or not out.is_contiguous() or out.numel() * out.element_size() != total:
-            raise ArgumentValueError(
-                f"all_gather_small needs contiguous tensors and an output of {total} bytes, got "
-                f"{tuple(value.shape)} and {tuple(out.shape)} of {out.dtype}"
-            )
         source = strided.byte_view(value, 0, nbytes)
         target = strided.byte_view(out, 0, total)
         self._finish("all_gather_small", _dist.all_gather_bytes(target, source, self._process_group))

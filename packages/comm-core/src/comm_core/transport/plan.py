@@ -136,6 +136,14 @@ class Plan:
     covers_target: bool = True
     batch: int = 0
 
+    def __hash__(self) -> int:
+        """Return a hash that is computed once: plans are looked up on every call."""
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.operation, self.rank, self.world_size, self.sends, self.receives, self.target_bytes))
+
     @cached_property
     def send_bytes(self) -> tuple[int, ...]:
         """Bytes that go to each peer, in rank order."""

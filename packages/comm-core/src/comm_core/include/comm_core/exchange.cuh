@@ -20,8 +20,8 @@
 
 #include <stdint.h>
 
-#include "comm_core/plan.cuh"
-#include "comm_core/signal.cuh"
+#include <comm_core/plan.cuh>
+#include <comm_core/signal.cuh>
 
 namespace comm {
 
@@ -38,14 +38,14 @@ static_assert(sizeof(WindowEntry) == 144, "mirrored by comm_core.windows.window"
 
 // What every signalling kernel gets.
 struct Session {
+    uint32_t rank;
+    uint32_t world_size;
+    uint32_t num_windows;
+    uint32_t poison;                  // fill the destination of an aborted operation with NaN bytes
     SignalBlock* signals[kMaxRanks];  // every rank's block as this rank maps it
     const WindowEntry* windows;       // device memory
     StallRecord* record;              // pinned host memory
     uint64_t timeout_ns;
-    uint32_t num_windows;
-    uint32_t rank;
-    uint32_t world_size;
-    uint32_t poison;                  // fill the destination of an aborted operation with NaN bytes
 };
 
 static_assert(sizeof(Session) == 168, "mirrored by comm_core.windows.launch");

@@ -4,7 +4,7 @@
 
 #include <stdint.h>
 
-#include "comm_core/signal.cuh"
+#include <comm_core/signal.cuh>
 
 namespace comm {
 

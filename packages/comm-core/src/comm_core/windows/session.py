@@ -1,0 +1,320 @@
+"""A session over windows: plans executed on the device, by the SMs or by the copy engines."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from comm_core import _cuda
+from comm_core.errors import ArgumentValueError, GroupTimeoutError, PeerStalledError, TransportError
+from comm_core.memory.peer import map_jointly
+from comm_core.transport import strided
+from comm_core.transport.interface import Properties, Staging, TransportSession
+from comm_core.transport.plan import Copy, Plan
+from comm_core.windows import gather
+from comm_core.windows.launch import Calls, SessionStruct, WindowStruct
+from comm_core.windows.signals import RECORD_BYTES, SIGNAL_BYTES, Operation, Stall, StallKind, read_stall
+from comm_core.windows.table import compile_plan
+from comm_core.windows.watchdog import watch
+from comm_core.windows.window import MAX_WINDOWS, MappedWindow, WindowSet
+
+if TYPE_CHECKING:
+    from comm_core.consensus import Transaction
+    from comm_core.jit import Module
+
+__all__ = ["WindowSession"]
+
+_log = logging.getLogger("comm_core")
+_STAGING = 0
+"""Number of the staging window."""
+_SMALL = 1
+"""Number of the window of small gathers."""
+
+
+class WindowSession(TransportSession):
+    """Plans between windows of one group. Opened by `open`; see `TransportSession`.
+
+    A destination in a window (`allocate_output`, `window`) is written by the peers in place. Any other is staged: the
+    peers write the staging window, and this rank copies from there in stream order.
+
+    Args:
+        stages: the transaction of the opening.
+        module: the loaded module of windows.
+        device: this rank's device.
+        form: of peer memory.
+        staging_bytes: size of the staging window: the largest operand.
+        timeout_s: deadline of every wait on the device.
+        blocks_per_peer: blocks of an exchange for each destination; equal on all ranks.
+        poison: whether an aborted operation fills its destination with NaN bytes.
+        copy_engines: whether plans are executed by the copy engines where that is possible.
+    """
+
+    properties = Properties(peer_pointers=True, graph_capturable=True, shared_resources=True)
+
+    def __init__(
+        self,
+        stages: Transaction,
+        module: Module,
+        device: torch.device,
+        *,
+        form: str,
+        staging_bytes: int,
+        timeout_s: float,
+        blocks_per_peer: int,
+        poison: bool = True,
+        copy_engines: bool = False,
+    ) -> None:
+        self._group = stages.group
+        self._device = device
+        self._calls = Calls(module)
+        self._blocks_per_peer = blocks_per_peer
+        self._copy_engines = copy_engines
+        self._timeout_s = timeout_s
+        self._teardown = stages.teardown
+        self._stall: Stall | None = None
+        self._closed = False
+        self._tables: dict[Plan, tuple[torch.Tensor, Any]] = {}
+        self._last_stream = 0
+        size = self._group.size
+        signals = map_jointly(stages, SIGNAL_BYTES, device, form=form, what="signals")
+        self.windows = WindowSet(self._group, device, form, self._view)
+        self.windows.add_in(stages, staging_bytes, "staging")
+        self.windows.add_in(stages, gather.window_bytes(size), "small gathers")
+        # Nobody signals before this step is over on every rank, so the blocks are zero when the first one does.
+        stages.step("clear", lambda: self._clear(signals.addresses[self._group.rank]))
+        stages.step("arm", self._arm, lambda _: self._disarm())
+        self._struct = SessionStruct(
+            rank=self._group.rank,
+            signals=signals.addresses,
+            windows=self._table.data_ptr(),
+            record=self._record.data_ptr(),
+            timeout_ns=int(timeout_s * 1e9),
+            poison=poison,
+        )
+        self._pack()
+        stages.step("self-test", self._self_test)
+        watch(self)
+
+    # Set-up
+
+    def _view(self, address: int, nbytes: int) -> torch.Tensor:
+        from comm_core.memory.strided import pack_strided_memory
+
+        # The owner keeps the session, and with it the mapping, alive as long as any view of the memory.
+        return pack_strided_memory(address, nbytes, nbytes, 1, torch.uint8, self._device.index, owner=self)[0]
+
+    def _clear(self, address: int) -> None:
+        with _cuda.device_guard(self._device):
+            self._view(address, SIGNAL_BYTES).zero_()
+            torch.cuda.synchronize(self._device)
+
+    def _arm(self) -> None:
+        self._record = torch.zeros(RECORD_BYTES, dtype=torch.uint8, pin_memory=True)
+        self._record_bytes = (ctypes.c_char * RECORD_BYTES).from_address(self._record.data_ptr())
+        self._table = torch.zeros(MAX_WINDOWS * WindowStruct.nbytes, dtype=torch.uint8, device=self._device)
+
+    def _disarm(self) -> None:
+        self._closed = True
+        with _cuda.device_guard(self._device):
+            # Kernels that still run end by their own deadline.
+            torch.cuda.synchronize(self._device)
+
+    def _pack(self) -> None:
+        """Bring the session's struct and the device's table of windows up to date; outside of any capture."""
+        packed = b"".join(window.pack() for window in self.windows)
+        host = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+        with _cuda.device_guard(self._device):
+            self._table[: len(packed)].copy_(host)
+            torch.cuda.synchronize(self._device)
+        self._packed = ctypes.create_string_buffer(self._struct.pack(len(self.windows)))
+        self._session = ctypes.addressof(self._packed)
+
+    def _self_test(self) -> None:
+        """Exchange a pattern that differs for every pair, through the very kernel and windows that calls use."""
+        gather.self_test(self, self._device, self._group.rank, self._group.size)
+
+    # Calls
+
+    def exchange(
+        self,
+        plan: Plan,
+        sources: Sequence[torch.Tensor],
+        destination: torch.Tensor,
+        *,
+        staging: Staging | None = None,
+    ) -> None:
+        """See `TransportSession.exchange`."""
+        self.check()
+        found = self.windows.find(destination.data_ptr(), plan.target_bytes)
+        operation = Operation.of(plan.operation)
+        if found is not None and not self._copy_engines:
+            window, offset = found
+            self._push(plan, sources, window, offset, operation)
+            return
+        window = self.windows[_STAGING]
+        if plan.target_bytes > window.nbytes:
+            raise ArgumentValueError(
+                f"{plan.operation}: {plan.target_bytes} bytes do not fit the staging window of {window.nbytes}"
+            )
+        if self._copy_engines:
+            self._copy(plan, sources, window, 0, operation)
+        else:
+            self._push(plan, sources, window, 0, operation)
+        self._unstage(plan, window, destination)
+
+    def _push(
+        self, plan: Plan, sources: Sequence[torch.Tensor], window: MappedWindow, offset: int, operation: int
+    ) -> None:
+        table, _ = self._compiled(plan)
+        self._calls.exchange(
+            self._stream(),
+            self._session,
+            table.data_ptr(),
+            [source.data_ptr() for source in sources],
+            window.address + offset,
+            window.number,
+            offset,
+            self._blocks_per_peer,
+            operation,
+        )
+
+    def _copy(
+        self, plan: Plan, sources: Sequence[torch.Tensor], window: MappedWindow, offset: int, operation: int
+    ) -> None:
+        """Exchange by the copy engines; window and offset are the same on all ranks (see exchange_open_kernel)."""
+        table, whole = self._compiled(plan)
+        self._calls.copies(
+            self._stream(),
+            self._session,
+            table.data_ptr(),
+            ctypes.addressof(whole),
+            [source.data_ptr() for source in sources],
+            [address + offset for address in window.peer_pointers],
+            window.number,
+            offset,
+            operation,
+        )
+
+    def _unstage(self, plan: Plan, window: MappedWindow, destination: torch.Tensor) -> None:
+        if plan.covers_target:
+            target = strided.byte_view(destination, 0, plan.target_bytes)
+            target.copy_(window.local[: plan.target_bytes])
+            return
+        written = [_same_place(copy) for copy in plan.receives]
+        strided.copy_local(written, (window.local,), destination)
+
+    def _compiled(self, plan: Plan) -> tuple[torch.Tensor, Any]:
+        """Return the plan's table on the device, and the table for the copy engines on the host."""
+        if plan not in self._tables:
+            if _cuda.is_capturing():
+                raise TransportError(
+                    f"{plan.operation}: this geometry is seen for the first time while a graph is captured, and its "
+                    "table would have to be copied to the device: make the call once before the capture"
+                )
+            data = torch.frombuffer(bytearray(compile_plan(plan).data), dtype=torch.uint8)
+            whole = ctypes.create_string_buffer(compile_plan(plan, 0).data)
+            self._tables[plan] = (data.to(self._device), whole)
+            torch.cuda.synchronize(self._device)
+        return self._tables[plan]
+
+    def _stream(self) -> int:
+        """Return the current stream, ordered after the session's last one: its signals belong to one call at a time."""
+        stream = _cuda.raw_stream(self._device.index)
+        if stream != self._last_stream:
+            # A captured call is ordered by whoever replays the graph; the capture itself must not touch other streams.
+            if self._last_stream and not _cuda.is_capturing():
+                before = torch.cuda.ExternalStream(self._last_stream, device=self._device)
+                torch.cuda.current_stream(self._device).wait_stream(before)
+            self._last_stream = stream
+        return stream
+
+    def all_gather_small(self, value: torch.Tensor, out: torch.Tensor) -> None:
+        """See `TransportSession.all_gather_small`."""
+        self.check()
+        nbytes = gather.check_small(value, out, self._group.size)
+        plan = gather.small_plan(nbytes, self._group.rank, self._group.size)
+        window = self.windows[_SMALL]
+        self._push(plan, (value,), window, 0, Operation.ALL_GATHER_SMALL)
+        strided.byte_view(out, 0, plan.target_bytes).copy_(window.local[: plan.target_bytes])
+
+    def barrier(self) -> None:
+        """See `TransportSession.barrier`."""
+        self.check()
+        self._calls.barrier(self._stream(), self._session, Operation.BARRIER)
+
+    def allocate_output(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return an output in a window of its own, which peers write in place. Collective."""
+        nbytes = dtype.itemsize
+        for size in shape:
+            nbytes *= size
+        return self.window(nbytes).local.view(dtype).view(tuple(shape))
+
+    def window(self, nbytes: int) -> MappedWindow:
+        """See `TransportSession.window`."""
+        self.check()
+        window = self.windows.add(nbytes)
+        self._pack()
+        return window
+
+    # Stalls and the end
+
+    def look(self) -> bool:
+        """See `comm_core.windows.watchdog.Watched`."""
+        if self._closed:
+            return False
+        if self._stall is None:
+            stall = read_stall(self._record_bytes.raw)
+            if stall is not None:
+                self._stall = stall
+                _log.error("%s", self._stall_text(stall))
+        return self._stall is None
+
+    def check(self) -> None:
+        """Raise if a kernel of this session has given up or was told to.
+
+        Raises:
+            PeerStalledError: it names the rank that was waited for.
+        """
+        if self._stall is None and self._record_bytes.raw[:4] != b"\0\0\0\0":
+            self.look()
+        if self._stall is not None:
+            raise PeerStalledError(self._stall_text(self._stall), self._stall.waited_for, self._stall.reporter)
+
+    def _stall_text(self, stall: Stall) -> str:
+        where = f"operation {stall.epoch} of this session, {stall.operation_text}"
+        rank = self._group.rank
+        if stall.kind == StallKind.BAD_ANNOUNCEMENT:
+            return (
+                f"rank {rank}: rank {stall.waited_for} announced memory that does not exist ({where}): the ranks run "
+                "different calls or versions. The communicator is broken on every rank"
+            )
+        who = "gave up" if stall.kind == StallKind.GAVE_UP else f"was told that rank {stall.reporter} gave up"
+        return (
+            f"rank {rank} {who} waiting for rank {stall.waited_for} ({where}) after {self._timeout_s:g} s "
+            "(COMM_TIMEOUT_S). That rank died, skipped a call, is late, or its GPU is busy with something that never "
+            "ends; kernels that are loaded while others spin can do that too (CUDA_MODULE_LOADING=EAGER avoids it). "
+            "The outputs are poisoned and the communicator is broken on every rank"
+        )
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """See `TransportSession.close`. What a lost peer may still write is kept until the process ends."""
+        self._closed = True
+        with _cuda.device_guard(self._device):
+            torch.cuda.synchronize(self._device)
+            try:
+                self.windows.close(timeout_s)
+            except GroupTimeoutError:
+                self._teardown.abandon()
+                raise
+            self._teardown.close(timeout_s)
+        self._tables.clear()
+
+
+def _same_place(copy: Copy) -> Copy:
+    """Return a copy from staging to the destination of what `copy` has written into staging."""
+    levels = tuple(level._replace(source_pitch=level.target_pitch) for level in copy.levels)
+    return copy._replace(source=0, source_offset=copy.target_offset, levels=levels)

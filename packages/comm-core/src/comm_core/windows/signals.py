@@ -1,0 +1,91 @@
+"""The signal block and the stall record as Python sees them. Pure.
+
+Twins of the structs in ``include/comm_core/signal.cuh``; the module's own description is compared when it is loaded.
+"""
+
+from __future__ import annotations
+
+import struct
+from enum import IntEnum
+from typing import NamedTuple
+
+__all__ = ["MAX_RANKS", "RECORD_BYTES", "SIGNAL_BYTES", "Operation", "Stall", "StallKind", "read_stall"]
+
+MAX_RANKS = 16
+_LINE = 128
+SIGNAL_BYTES = (4 + 4 * MAX_RANKS) * _LINE
+"""Size of a rank's signal block."""
+
+_RECORD = struct.Struct("5I3I")
+RECORD_BYTES = _RECORD.size
+"""Size of a stall record."""
+
+
+class Operation(IntEnum):
+    """What a kernel was doing, as recorded by the device. Append only."""
+
+    SELF_TEST = 1
+    BARRIER = 2
+    ALL_GATHER_SMALL = 3
+    SCATTER_HEADS = 4
+    GATHER_HEADS = 5
+    EXCHANGE_CHUNKS = 6
+    SCATTER_QKV_HEAD_CHUNK = 7
+    GATHER_OUTPUT_HEAD_CHUNK = 8
+    OTHER = 9
+
+    @property
+    def text(self) -> str:
+        """Name for messages."""
+        return self.name.lower()
+
+    @classmethod
+    def of(cls, name: str) -> Operation:
+        """Return the operation of a plan's name."""
+        return cls.__members__.get(name.upper(), cls.OTHER)
+
+
+class StallKind(IntEnum):
+    """What a stall record says. Append only."""
+
+    NONE = 0
+    GAVE_UP = 1
+    """This rank waited until the deadline."""
+    ABORTED = 2
+    """Another rank gave up and told this one."""
+    BAD_ANNOUNCEMENT = 3
+    """A peer announced memory that does not exist: the ranks run different programs."""
+
+
+class Stall(NamedTuple):
+    """A stall record.
+
+    Attributes:
+        kind: what happened.
+        operation: number of the `Operation` during which it happened on this rank.
+        epoch: how many operations of the session it was.
+        waited_for: the group rank that did not come.
+        reporter: the group rank that gave up first.
+    """
+
+    kind: StallKind
+    operation: int
+    epoch: int
+    waited_for: int
+    reporter: int
+
+    @property
+    def operation_text(self) -> str:
+        """Name of the operation."""
+        try:
+            return Operation(self.operation).text
+        except ValueError:
+            return f"operation {self.operation}"
+
+
+def read_stall(record: bytes | bytearray | memoryview) -> Stall | None:
+    """Return what a record says, or None while it says nothing."""
+    state, operation, epoch, waited_for, reporter, *_ = _RECORD.unpack_from(record)
+    if state == StallKind.NONE:
+        return None
+    return Stall(StallKind(state), operation, epoch, waited_for, reporter)
