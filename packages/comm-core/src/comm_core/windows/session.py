@@ -78,7 +78,7 @@ class WindowSession(TransportSession):
         self._stall: Stall | None = None
         self._closed = False
         self._tables: dict[Plan, tuple[torch.Tensor, Any]] = {}
-        self._last_stream = 0
+        self._last_stream: int | None = None
         size = self._group.size
         signals = map_jointly(stages, SIGNAL_BYTES, device, form=form, what="signals")
         self.windows = WindowSet(self._group, device, form, self._view)
@@ -226,11 +226,15 @@ class WindowSession(TransportSession):
         stream = _cuda.raw_stream(self._device.index)
         if stream != self._last_stream:
             # A captured call is ordered by whoever replays the graph; the capture itself must not touch other streams.
-            if self._last_stream and not _cuda.is_capturing():
-                before = torch.cuda.ExternalStream(self._last_stream, device=self._device)
-                torch.cuda.current_stream(self._device).wait_stream(before)
+            if self._last_stream is not None and not _cuda.is_capturing():
+                torch.cuda.current_stream(self._device).wait_stream(self._before(self._last_stream))
             self._last_stream = stream
         return stream
+
+    def _before(self, stream: int) -> torch.cuda.Stream:
+        if stream == 0:
+            return torch.cuda.default_stream(self._device)
+        return torch.cuda.ExternalStream(stream, device=self._device)
 
     def all_gather_small(self, value: torch.Tensor, out: torch.Tensor) -> None:
         """See `TransportSession.all_gather_small`."""
