@@ -65,6 +65,10 @@ class TestNccl(TransportContract):
     def ranks(self, nccl_ranks: RankPool) -> RankPool:
         return nccl_ranks
 
+    @pytest.mark.skipif(COUNT < 4, reason="groups of two that are not WORLD need four GPUs")
+    def test_groups_that_are_not_the_first_ranks(self, ranks: RankPool, world_size: int) -> None:
+        super().test_groups_that_are_not_the_first_ranks(ranks, world_size)
+
 
 def decide(group: Any) -> Any:
     device = torch.device("cuda", group.rank() % torch.cuda.device_count())
