@@ -60,15 +60,7 @@ FORMAT = 1
 BUILD_BACKEND = ("hatchling", "editables")
 """What an editable install of the packages needs; installed first, so that no build downloads its own copy."""
 
-DEV_TOOLS = (
-    "build",
-    "clang-format",
-    "pyright[nodejs]",
-    "pytest",
-    "pytest-timeout",
-    "ruff",
-    "towncrier",
-)
+DEV_TOOLS = ("build", "clang-format", "pyright[nodejs]", "pytest", "pytest-timeout", "ruff", "towncrier")
 """Lint, test and release tools; `constraints.txt` has their versions."""
 
 EXTRAS = {"comm-core": "cuda,demo,test"}
@@ -76,6 +68,9 @@ EXTRAS = {"comm-core": "cuda,demo,test"}
 
 RUNTIME_MODULES = ("packaging", "pluggy", "rich", "torch", "typer")
 """What the packages import; all of it must be there to run from source."""
+
+VENV_PACKAGE = f"python{sys.version_info[0]}.{sys.version_info[1]}-venv"
+"""Debian's package of `venv` for this interpreter."""
 
 
 class DevError(Exception):
@@ -85,10 +80,6 @@ class DevError(Exception):
 def say(text: str) -> None:
     """Print a line of progress to standard error, so that a command's own output stays clean."""
     print(f"[dev] {text}", file=sys.stderr, flush=True)
-
-
-VENV_PACKAGE = f"python{sys.version_info[0]}.{sys.version_info[1]}-venv"
-"""Debian's package of `venv` for this interpreter."""
 
 
 # -- What the environment should be -------------------------------------------------------------------------------
