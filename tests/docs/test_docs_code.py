@@ -19,10 +19,11 @@ import torch
 import torch.distributed as dist
 
 import comm_core
-from comm_core import CommError, UlyssesBackendError, UlyssesCommunicator
+from comm_core import UlyssesBackendError, UlyssesCommunicator
 from comm_core.plugins import register, unregister
-from comm_core.testing import reference
+from comm_core.testing.contract import TransportContract
 
+ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = "docs/examples/shm_transport.py"
 
 
@@ -183,49 +184,48 @@ def test_the_example_of_the_readme_is_right(ranks, read_blocks):
 # The worked example of the plugin guide
 
 
-def load_example(path):
-    spec = importlib.util.spec_from_file_location("shm_transport", path)
+def load_example():
+    spec = importlib.util.spec_from_file_location("shm_transport", ROOT / EXAMPLE)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def worked_plugin():
+    return load_example().plugin
+
+
+class TestWorkedTransport(TransportContract):
+    """All operations over it are right, and it keeps what a transport must keep."""
+
+    transport = "shm"
+    plugin = worked_plugin
+    world_sizes = (3,)
+    dtypes = (torch.bfloat16,)
 
 
 def left_behind() -> list[str]:
     return [path.name for path in Path("/dev/shm").glob("comm-shm-*")]
 
 
-def use_example(group, path):
-    module = load_example(path)
-    report = register("shm", module.plugin)
-    assert (report.state, report.transports) == ("loaded", ("shm",))
-    size, rank = group.size(), group.rank()
+def open_with_a_bad_rank(group):
+    module = load_example()
+    if group.rank() == group.size() - 1:
+        module.ShmSession.write_test_value = lambda self: None
+    register("shm", module.plugin)
     try:
-        xs = [reference.make_input(1, r, (2, 3, 4 * size, 5), torch.bfloat16, strided=r > 0) for r in range(size)]
-        with UlyssesCommunicator(group, max_bytes=1 << 16, dtype=torch.bfloat16, backend="shm") as comm:
-            y = comm.scatter_heads(xs[rank].contiguous())
-            reference.assert_same_bits(y, reference.scatter_heads(xs)[rank])
-            reference.assert_same_bits(comm.gather_heads(y), xs[rank].contiguous())
-            band = comm.scatter_qkv_head_chunk(xs[rank], xs[rank], xs[rank], head_offset=1, head_count=2)
-            reference.assert_same_bits(band[..., :5].contiguous(), y[:, :, 1:3].contiguous())
-            full = torch.empty_like(xs[rank], memory_format=torch.contiguous_format)
-            for offset in range(0, 4, 2):
-                part = y[:, :, offset : offset + 2]
-                comm.gather_output_head_chunk(part, local_heads=4, head_offset=offset, out=full)
-            reference.assert_same_bits(full, xs[rank].contiguous())
-            kept = len(left_behind())
-        assert kept >= size
-        # The self-test finds a mapping that is not what it seems, and then nobody opens and nothing stays.
-        if rank == size - 1:
-            module.ShmSession.write_test_value = lambda self: None
-        with pytest.raises(UlyssesBackendError, match=r"read the test values.*rank 0: rank 2 wrote .* arrived"):
+        with pytest.raises(UlyssesBackendError) as caught:
             UlyssesCommunicator(group, max_bytes=1 << 16, dtype=torch.bfloat16, backend="shm")
     finally:
         unregister("shm")
+    return str(caught.value)
 
 
-def test_the_worked_transport_works(ranks, root):
-    """All operations over it are right, strided operands included, and a failed self-test takes everything down."""
-    ranks.run(use_example, str(root / EXAMPLE), ranks=3)
+def test_a_self_test_that_fails_takes_the_worked_transport_down(ranks):
+    """B1: as the guide says: every rank raises the same error with the rank that found it, and no file is left."""
+    first, *others = ranks.run(open_with_a_bad_rank, ranks=3)
+    assert re.search(r"read the test values.*rank 0: rank 2 wrote \(2, 0\) here, and \(0, 0\) arrived", first)
+    assert others == [first, first]
     assert left_behind() == []
 
 
@@ -255,10 +255,3 @@ def test_quotes_are_what_they_quote(all_blocks, root):
     assert quotes
     for block in quotes:
         assert block.text in source, f"{block.page}:{block.line} is not in {EXAMPLE}"
-
-
-def test_the_errors_are_comm_errors():
-    """What the pages say of every error."""
-    from comm_core import errors
-
-    assert all(issubclass(getattr(errors, name), CommError) for name in errors.__all__)
