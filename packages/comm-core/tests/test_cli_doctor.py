@@ -10,6 +10,7 @@ import pytest
 
 from comm_core import _env, known, plugins
 from comm_core.cli.main import main
+from comm_core.plugins import discovery
 from comm_core.plugins.hookspecs import hookimpl
 
 
@@ -72,7 +73,7 @@ def test_a_variable_with_an_invalid_value_is_a_problem(
 ):
     """Ranks would raise because of it, so doctor must say so, and go on with the rest."""
     monkeypatch.setenv(name, value)
-    plugins.discovery._State.current = None
+    discovery._State.current = None
     code, document = doctor(capsys, "--strict")
     assert code == 1
     assert any(value in text for text in document["problems"])

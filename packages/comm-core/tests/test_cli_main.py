@@ -16,6 +16,7 @@ import typer
 from comm_core import plugins
 from comm_core._version import __version__
 from comm_core.cli.main import main
+from comm_core.plugins import discovery
 from comm_core.plugins.hookspecs import hookimpl
 
 
@@ -121,7 +122,7 @@ def test_json_is_alone_on_standard_output(plugin: Any, capfd: pytest.CaptureFixt
             return []
 
     plugin("noisy", Noisy())
-    plugins.discovery._State.current = None
+    discovery._State.current = None
     capfd.readouterr()
     assert commctl("plugins", "--json") == 0
     captured = capfd.readouterr()
