@@ -38,7 +38,8 @@ class Nursery:
         self.control, child = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         arguments = ", ".join(map(repr, (child.fileno(), os.getpid(), tuple(preload))))
         code = _NURSERY.format(path=sys.path, module="comm_core.testing._rank_process", arguments=arguments)
-        environment = dict(os.environ)
+        # What the project itself reads is passed with each run, so that a test can change it.
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("COMM_")}
         # More threads than cores only slow small cases down, and a nursery that starts any could not fork safely.
         for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
             environment[name] = "1"

@@ -10,7 +10,7 @@ It needs pytest alone. What it does:
   stacks are printed and the test fails; where it hangs in C code, all stacks are printed and the run ends. Where
   another plugin (pytest-timeout, or pytest's own ``faulthandler_timeout``) already guards the test, that one is used.
 - ``COMM_*`` variables of the caller's shell are removed for the session, so that they can't change what is tested.
-- The fixture `isolated_plugins` keeps installed plugins out of unit tests.
+- Installed transport plugins are kept out of every test that is not marked ``installed_plugins``.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ _DEFAULT_DEADLINE_S = 120.0
 # Between failing a test from Python and giving up on the process: pools are killed and stacks collected in it.
 _LAST_RESORT_S = 60.0
 _PREFIX = "COMM_"
+_BLOCK = "COMM_BLOCK_PLUGINS"
 
 _removed = pytest.StashKey[dict[str, str]]()
 _stderr = pytest.StashKey[int]()
@@ -54,6 +55,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Register the markers and clean the environment."""
     config.addinivalue_line("markers", "deadline(seconds): hard deadline of each phase of this test")
+    config.addinivalue_line("markers", "gpu: needs at least one CUDA device")
     config.addinivalue_line("markers", "installed_plugins: run with the transport plugins that are installed")
     removed = {name: value for name, value in os.environ.items() if name.startswith(_PREFIX)}
     for name in removed:
@@ -76,6 +78,21 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     """Say which variables were removed."""
     removed = ", ".join(sorted(config.stash[_removed]))
     return [f"comm: removed from the environment: {removed}"] if removed else []
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip tests that need a GPU where there is none; with ``COMM_REQUIRE_GPU=1`` that is an error instead."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if not marked:
+        return
+    import torch
+
+    if torch.cuda.device_count() > 0:
+        return
+    if config.stash[_removed].get("COMM_REQUIRE_GPU") == "1":
+        raise pytest.UsageError("COMM_REQUIRE_GPU=1, and torch sees no CUDA device")
+    for item in marked:
+        item.add_marker(pytest.mark.skip(reason="there is no CUDA device"))
 
 
 @pytest.hookimpl(wrapper=True)
@@ -130,8 +147,9 @@ def _deadline(item: pytest.Item, phase: str) -> Generator[None]:
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0.0)
-        signal.signal(signal.SIGALRM, before)
+        if signal.getsignal(signal.SIGALRM) is expire:  # Else a fixture has set a timer of its own meanwhile.
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
+            signal.signal(signal.SIGALRM, before)
         if last_resort:
             faulthandler.cancel_dump_traceback_later()
 
@@ -158,8 +176,15 @@ def ranks() -> Iterator[RankPool]:
 def isolated_plugins(request: pytest.FixtureRequest) -> Iterator[bool]:
     """Keep installed transport plugins out of a test, unless it is marked ``installed_plugins``.
 
-    A unit test must not depend on what else is installed. This is the one place for it: the value says whether the
-    test is isolated, and discovery (`comm_core.plugins`) is told here, for this process; ranks take it over through
-    their environment.
+    A unit test must not depend on what else is installed. Plugins that a test registers by code are not affected.
+    Ranks take the variable over. The value says whether the test is isolated.
     """
-    yield request.node.get_closest_marker("installed_plugins") is None
+    isolated = request.node.get_closest_marker("installed_plugins") is None
+    before = os.environ.get(_BLOCK)
+    if isolated:
+        os.environ[_BLOCK] = "*"
+    yield isolated
+    if before is None:
+        os.environ.pop(_BLOCK, None)
+    else:
+        os.environ[_BLOCK] = before

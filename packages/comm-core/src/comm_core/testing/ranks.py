@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 import pickle
 import shutil
 import signal
@@ -159,7 +160,8 @@ class RankPool:
             arguments: anything that can be pickled (for a function use `FunctionRef.of`).
             ranks: ascending ranks of WORLD, or a number for the first that many; None is all.
             timeout_s: hard deadline in seconds. After the first failure the others get at most three more.
-            env: variables that are set (or with None removed) on every rank for this call.
+            env: variables that are set (or with None removed) on every rank for this call. Ranks see this process's
+                ``COMM_*`` variables as they are now, and its other ones as they were when the ranks were started.
             rank_env: further ones for single group ranks.
             fresh: make a process group for this call alone, for a function that destroys or spoils its group.
             keep: don't restart the ranks although some failed. They must all have answered; the group is not reused.
@@ -281,7 +283,8 @@ class RankPool:
         members = self._members(ranks)
         reference = FunctionRef.of(function)
         packed = pickle.dumps(arguments)
-        environments = [{**(env or {}), **(rank_env or {}).get(index, {})} for index in range(len(members))]
+        own = {name: value for name, value in os.environ.items() if name.startswith("COMM_")}
+        environments = [{**own, **(env or {}), **(rank_env or {}).get(index, {})} for index in range(len(members))]
         self.start()
         try:
             key = self._group(members, fresh)
@@ -350,6 +353,9 @@ class RankPool:
             self._folder = Path(tempfile.mkdtemp(prefix="comm-ranks-"))
         if not self._nurseries:
             self._nurseries = [Nursery(i, self._folder, self._preload) for i in range(self._nursery_count)]
+        if self._store_at == "pool":
+            # Here, where the nurseries import it at the same time.
+            importlib.import_module("torch.distributed")
         for index in range(self.size):
             nursery = self._nurseries[index % len(self._nurseries)]
             stem = self._folder / f"start{self.starts}-rank{index}"
