@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -81,7 +82,7 @@ def parameters(arguments: ast.arguments) -> list[tuple[str, str, object]]:
     return [item for item in found if item[0] != "self"]
 
 
-def real_parameters(function: object) -> list[tuple[str, str, object]]:
+def real_parameters(function: Any) -> list[tuple[str, str, object]]:
     kinds = {inspect.Parameter.POSITIONAL_OR_KEYWORD: "positional", inspect.Parameter.KEYWORD_ONLY: "keyword"}
     return [
         (item.name, kinds[item.kind], item.default)
@@ -111,9 +112,9 @@ def titles(page: Path) -> list[str]:
     return re.findall(r"`([\w.]+)`", page.read_text(encoding="utf-8").partition("\n")[0])
 
 
-def resolve(name: str) -> object:
+def resolve(name: str) -> Any:
     """Return what the public name `name` of comm_core means."""
-    value: object = comm_core
+    value: Any = comm_core
     for part in name.split("."):
         value = getattr(value, part)
     return value
@@ -186,6 +187,7 @@ def test_the_example_of_the_readme_is_right(ranks, read_blocks):
 
 def load_example():
     spec = importlib.util.spec_from_file_location("shm_transport", ROOT / EXAMPLE)
+    assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
