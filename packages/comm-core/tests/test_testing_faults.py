@@ -137,7 +137,8 @@ def test_a_fault_on_one_rank_ends_the_same_way_on_all_and_leaves_nothing(ranks, 
         errors = {result["error"] for result in results}
         assert len(errors) == 1 and (fine or f"rank {fault.rank}" in errors.pop()), (fault, results)
         wrong = fault is not None and fault.stage == "exchange" and kind == "wrong_data"
-        assert [result["wrong"] for result in results] == [wrong and fault.rank == rank for rank in range(size)], fault
+        expected = [wrong and fault.rank == rank for rank in range(size)]
+        assert [result["wrong"] for result in results] == expected, fault
 
 
 @pytest.mark.parametrize(
