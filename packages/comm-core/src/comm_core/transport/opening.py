@@ -52,9 +52,9 @@ def open_transport(group: Group, resolved: Decision, device: torch.device) -> Op
     while True:
         try:
             session = _open(group, decision, device)
-        except GroupTimeoutError:
+        except (GroupTimeoutError, KeyboardInterrupt):
             raise
-        except Exception as error:
+        except BaseException as error:
             failures.append(describe(error))
             after = _without(decision, describe(error))
             if after is None:
