@@ -134,8 +134,10 @@ def test_a_fault_on_one_rank_ends_the_same_way_on_all_and_leaves_nothing(ranks, 
         fine = fault is None or kind == "late" or fault.stage in ("exchange", "close")
         assert [result["step"] for result in results] == ["done" if fine else "open"] * size, (fault, results)
         # One error for all, that names the rank; a rank that is waited for, or is elsewhere, would make another.
+        # (Between two steps the others learn of it at their next one; the text then says "at different steps".)
         errors = {result["error"] for result in results}
-        assert len(errors) == 1 and (fine or f"rank {fault.rank}" in errors.pop()), (fault, results)
+        assert len(errors) == 1 or (fault is not None and fault.stage == "open"), (fault, results)
+        assert fine or all(f"rank {fault.rank}" in error for error in errors), (fault, results)
         wrong = fault is not None and fault.stage == "exchange" and kind == "wrong_data"
         expected = [wrong and fault.rank == rank for rank in range(size)]
         assert [result["wrong"] for result in results] == expected, fault
