@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from comm_core import known
 from comm_core._json import Json, JsonObject, digest
-from comm_core.errors import CommError, UlyssesBackendError
+from comm_core.consensus import describe
+from comm_core.errors import UlyssesBackendError
 from comm_core.selection.decision import Considered, Decision
 from comm_core.selection.request import Merged, Offer
 from comm_core.topology import predicates
@@ -53,10 +54,11 @@ def _assess(transport: Transport, offer: Offer, request: Request, facts: Sequenc
     try:
         verdict = Verdict(*transport.assess(request, facts))
         digest(verdict.plan)
-    except CommError as error:
-        return Considered(transport.name, False, f"its assessment failed: {error}")
-    except Exception as error:
-        return Considered(transport.name, False, f"its assessment failed: {type(error).__name__}: {error}")
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        # It must end in a verdict on this rank too, or the others wait for its digests.
+        return Considered(transport.name, False, f"its assessment failed: {describe(error)}")
     return Considered(transport.name, bool(verdict.eligible), str(verdict.reason), verdict.plan)
 
 

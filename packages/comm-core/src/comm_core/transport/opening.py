@@ -52,9 +52,9 @@ def open_transport(group: Group, resolved: Decision, device: torch.device) -> Op
     while True:
         try:
             session = _open(group, decision, device)
-        except GroupTimeoutError:
+        except (GroupTimeoutError, KeyboardInterrupt):
             raise
-        except Exception as error:
+        except BaseException as error:
             failures.append(describe(error))
             after = _without(decision, describe(error))
             if after is None:
@@ -68,8 +68,9 @@ def open_transport(group: Group, resolved: Decision, device: torch.device) -> Op
 
 def _open(group: Group, decision: Decision, device: torch.device) -> TransportSession:
     """Open one transport. It fails on all ranks or on none, however its `open` fails on this one."""
-    transport = registry().transport(decision.backend)
     with Transaction(group, f"open transport {decision.backend!r}") as stages:
+        # In a step, because a plugin can have been unregistered on this rank alone since the decision.
+        transport = stages.step("find", lambda: registry().transport(decision.backend))
         session = transport.open(stages, decision.request, decision.plan, device)
         stages.step("ready", lambda: None)
         stages.commit()
