@@ -31,6 +31,7 @@ __all__ = [
     "nccl_version",
     "normalize_device",
     "runtime_version",
+    "synchronize",
 ]
 
 
@@ -140,6 +141,12 @@ def device_guard(device: torch.device) -> AbstractContextManager[object]:
     if device.type != "cuda":
         return nullcontext()
     return cast("AbstractContextManager[object]", source().cuda.device(device))
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for all work of `device`; there is none on a CPU."""
+    if device.type == "cuda":
+        source().cuda.synchronize(device)
 
 
 _DEVICE_TEXT = re.compile(r"(cuda|cpu)(?::([0-9]+))?", re.ASCII)

@@ -16,6 +16,7 @@ __all__ = [
     "allow_shared_gpu",
     "blocked_plugins",
     "check",
+    "peer_memory",
     "timeout_s",
     "topology_file",
     "trace_hooks",
@@ -26,11 +27,14 @@ VARIABLES: dict[str, str] = {
     "COMM_CHECK": "1: agree geometry, dtype and call order before each collective",
     "COMM_ALLOW_EXPERIMENTAL_AUTO_BACKENDS": "1 on every rank: 'auto' may choose an experimental transport",
     "COMM_ALLOW_SHARED_GPU": "1 on every rank: several ranks may share a GPU (for testing)",
+    "COMM_PEER_MEMORY": "auto, vmm_fd or cuda_ipc, equal on all ranks: how ranks share device memory (default auto)",
     "COMM_TOPOLOGY_FILE": "a recorded topology (JSON) that replaces the probe",
     "COMM_BLOCK_PLUGINS": "comma-separated plugin names that are not loaded",
     "COMM_TRACE_HOOKS": "1: print every plugin hook call to standard error",
 }
 """Name -> what it does. `commctl doctor` and the documentation print this table."""
+
+_PEER_MEMORY = ("auto", "vmm_fd", "cuda_ipc")
 
 _MAX_TIMEOUT_S = 24 * 3600.0
 
@@ -71,6 +75,14 @@ def allow_experimental_auto() -> bool:
 def allow_shared_gpu() -> bool:
     """Return ``COMM_ALLOW_SHARED_GPU``."""
     return _flag("COMM_ALLOW_SHARED_GPU")
+
+
+def peer_memory() -> str:
+    """Return ``COMM_PEER_MEMORY``: the form in which ranks share device memory, or ``"auto"``."""
+    value = os.environ.get("COMM_PEER_MEMORY") or "auto"
+    if value not in _PEER_MEMORY:
+        raise ArgumentValueError(f"COMM_PEER_MEMORY must be one of {', '.join(_PEER_MEMORY)}, got {value!r}")
+    return value
 
 
 def topology_file() -> str | None:
