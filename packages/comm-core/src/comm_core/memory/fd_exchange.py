@@ -148,6 +148,8 @@ class Exchange:
     ) -> dict[int, int]:
         """Send a descriptor to every other rank and return what each of them sent. To be called once, on all ranks.
 
+        A rank that can't call it must `close` instead, or the others wait for it.
+
         Args:
             invitations: every rank's, in rank order.
             descriptors: the one to send to each other rank; they stay the caller's.
@@ -304,7 +306,8 @@ class _Run:
                 self._turn_away(connection, f"rank {peer} sent {len(descriptors)} descriptors instead of one")
             else:
                 self.received[peer] = descriptors.pop()
-                self._drop(connection)
+                # It stays open: its end would tell the peer that this rank is gone, which may not have sent yet.
+                self._forget(connection)
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
@@ -331,9 +334,12 @@ class _Run:
             self._strangers.append(f"process {seen.pid} of user {seen.uid} ({reason})")
         self._drop(connection)
 
-    def _drop(self, connection: socket.socket) -> None:
+    def _forget(self, connection: socket.socket) -> None:
         if connection in {key.fileobj for key in self._poll.get_map().values()}:
             self._poll.unregister(connection)
+
+    def _drop(self, connection: socket.socket) -> None:
+        self._forget(connection)
         self._connections.discard(connection)
         connection.close()
 
@@ -402,13 +408,13 @@ def exchange_descriptors(
         )
 
         def run() -> list[int]:
-            kept = os.dup(own[group.rank])
+            received = exchange.run(cast("list[JsonObject]", invitations), own, timeout_s=seconds)
             try:
-                received = exchange.run(cast("list[JsonObject]", invitations), own, timeout_s=seconds)
-            except BaseException:
-                os.close(kept)
-                raise
-            return [kept if rank == group.rank else received[rank] for rank in range(group.size)]
+                received[group.rank] = os.dup(own[group.rank])
+            except OSError as error:
+                _close_all(received.values())
+                raise _explained("the own file descriptor can't be duplicated", error) from error
+            return [received[rank] for rank in range(group.size)]
 
         result = stages.step("exchange", run, _close_all)
         stages.commit()
