@@ -25,7 +25,14 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeVar, cast
 
 from comm_core._json import Json, JsonObject
 from comm_core.consensus import Transaction, describe
-from comm_core.errors import ArgumentTypeError, ArgumentValueError, CommError, JointError, JointValueError
+from comm_core.errors import (
+    ArgumentTypeError,
+    ArgumentValueError,
+    CommError,
+    JointError,
+    JointValueError,
+    UnsupportedError,
+)
 from comm_core.memory.fd_exchange import out_of_reach
 from comm_core.topology.facts import HostFacts, RankFacts
 from comm_core.topology.predicates import cuda_ipc_reachable, single_host
@@ -368,6 +375,8 @@ def map_jointly(
         _check(nbytes, device, form)
         looked_at = FORMS if form == AUTO else (form,)
         facts = probe_memory(group.rank, device, forms=looked_at, trial=form == AUTO)
+        if form in facts.refusals:
+            raise UnsupportedError(facts.refusals[form])  # Asked for by name, so this rank alone decides.
         return {"facts": facts.to_json(), "request": {"nbytes": nbytes, "form": form, "number": number}}
 
     _, records = stages.step_shared(f"look at {what}", look, _same)

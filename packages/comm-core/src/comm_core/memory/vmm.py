@@ -105,9 +105,9 @@ class VmmMemory(PeerMemory):
 
     def allocate(self, nbytes: int) -> None:
         """See `PeerMemory.allocate`."""
-        self._granule = self._device.granularity()
         self._segment = _Segment(self._device, nbytes)
         try:
+            self._granule = self._device.granularity()
             self._segment.handle = self._device.create(nbytes)
             self._segment.place(self._granule)
         except BaseException:

@@ -22,6 +22,7 @@ import ctypes
 import mmap
 import os
 import threading
+from collections import Counter
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -138,6 +139,7 @@ class FakeDriver:
         log: a file that every process appends its calls to, in order: process id and name, a line each.
 
     Attributes:
+        calls: name -> how often it was called.
         attributes: device attribute (without its prefix) -> value; change them to take a feature away.
         rdma_capable: for each allocation so far, whether it was asked for with that flag.
         violations: what was done wrong that a real driver would let pass.
@@ -156,6 +158,7 @@ class FakeDriver:
     def __init__(self, *, devices: int = 8, log: Path | None = None) -> None:
         self.devices = devices
         self.attributes = {item.name[len("CU_DEVICE_ATTRIBUTE_") :]: 1 for item in _DeviceAttribute}
+        self.calls: Counter[str] = Counter()
         self.rdma_capable: list[bool] = []
         self.violations: list[str] = []
         self._log = log
@@ -183,6 +186,16 @@ class FakeDriver:
             "mappings": sum(len(item.mappings) for item in self._reservations.values()),
         }
         return {name: count for name, count in counts.items() if count}
+
+    def forget(self) -> None:
+        """Give back everything that a test has left behind on purpose."""
+        for first, item in self._reservations.items():
+            _libc.munmap(first, item.nbytes)
+        for descriptor in self._handles.values():
+            os.close(descriptor)
+        self._reservations.clear()
+        self._handles.clear()
+        self._contexts = dict.fromkeys(self._contexts, 0)
 
     @property
     def current(self) -> list[int]:
@@ -389,6 +402,7 @@ class FakeDriver:
             with self._log.open("a") as log:
                 log.write(f"{os.getpid()} {call}\n")
         with self._lock:
+            self.calls[call] += 1
             failure = self._failures.get(call)
             if failure is not None and failure.times > 0:
                 failure.after -= 1
