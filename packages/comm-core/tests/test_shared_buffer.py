@@ -14,6 +14,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,9 @@ from torch._C._distributed_c10d import TCPStore
 
 from comm_core.errors import CommError, JointError
 from comm_core.group import Group, thread_groups
-from comm_core.memory import cudart, shared_buffer
+from comm_core.memory import cuda_ipc, cudart, peer, shared_buffer
 from comm_core.memory.shared_buffer import create_shared_buffer, free_shared_buffer
+from comm_core.topology.probe import host_facts
 
 SOURCE = Path(__file__).with_name("fake_cudart.c")
 WORLD = 4
@@ -115,9 +117,7 @@ class Rank:
 
     def pretend(self, **facts: Any) -> None:
         """Replace facts about this rank's host; nothing means the truth again."""
-        original = getattr(shared_buffer, "_real_host", shared_buffer._host)
-        shared_buffer._real_host = original  # type: ignore[attr-defined]
-        shared_buffer._host = lambda: {**original(), **facts}
+        peer.host_facts = lambda: replace(host_facts(), **facts)
 
     def library(self, so_file: str | None) -> None:
         """Make the search for the CUDA runtime find this one; None is the fake."""
@@ -125,7 +125,7 @@ class Rank:
 
     def slow(self, seconds: float) -> None:
         """Be late once, in the middle of mapping the peers' memory."""
-        memory: Any = shared_buffer._Memory
+        memory: Any = cuda_ipc.CudaIpcMemory
         original = memory.map
 
         def late(*arguments: Any) -> list[int]:
@@ -466,8 +466,8 @@ def test_all_ranks_free_the_same_buffer_of_the_same_group(pool: Pool) -> None:
 @pytest.mark.parametrize(
     ("facts", "words"),
     [
-        ({"boot_id": "another"}, ["the ranks are on different hosts", "rank 2: cuda:2 on host", "boot_id another"]),
-        ({"ipc_namespace": "ipc:[1]"}, ["different IPC namespaces", "ipc_namespace ipc:[1]", "--ipc=host"]),
+        ({"boot_id": "another"}, ["the ranks span 2 hosts", "boot ids differ", "rank 2: cuda:2 on host"]),
+        ({"pid_namespace": "pid:[1]"}, ["in 2 PID namespaces (containers?): ranks 0, 1, 3 | rank 2", "cuda:2"]),
     ],
 )
 def test_ranks_that_can_not_share_memory_are_told_why(pool: Pool, facts: dict[str, str], words: list[str]) -> None:

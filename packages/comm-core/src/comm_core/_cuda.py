@@ -32,6 +32,7 @@ __all__ = [
     "normalize_device",
     "raw_stream",
     "runtime_version",
+    "synchronize",
 ]
 
 
@@ -146,6 +147,12 @@ def device_guard(device: torch.device) -> AbstractContextManager[object]:
     if device.type != "cuda":
         return nullcontext()
     return cast("AbstractContextManager[object]", source().cuda.device(device))
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for all work of `device`; there is none on a CPU."""
+    if device.type == "cuda":
+        source().cuda.synchronize(device)
 
 
 _DEVICE_TEXT = re.compile(r"(cuda|cpu)(?::([0-9]+))?", re.ASCII)

@@ -22,6 +22,7 @@ __all__ = [
     "jit_timeout_s",
     "nvcc",
     "on_stall",
+    "peer_memory",
     "timeout_s",
     "topology_file",
     "trace_hooks",
@@ -33,6 +34,7 @@ VARIABLES: dict[str, str] = {
     "COMM_ALLOW_EXPERIMENTAL_AUTO_BACKENDS": "1 on every rank: 'auto' may choose an experimental transport",
     "COMM_ALLOW_SHARED_GPU": "1 on every rank: several ranks may share a GPU (for testing)",
     "COMM_ON_STALL": "poison (default): an operation that stalls fills its outputs with NaN bytes; status: it does not",
+    "COMM_PEER_MEMORY": "auto, vmm_fd or cuda_ipc, equal on all ranks: how ranks share device memory (default auto)",
     "COMM_TOPOLOGY_FILE": "a recorded topology (JSON) that replaces the probe",
     "COMM_BLOCK_PLUGINS": "comma-separated plugin names that are not loaded",
     "COMM_TRACE_HOOKS": "1: print every plugin hook call to standard error",
@@ -43,6 +45,8 @@ VARIABLES: dict[str, str] = {
     "COMM_NVCC": "path of nvcc (default: from CUDA_HOME, CUDA_PATH, PATH or /usr/local/cuda*)",
 }
 """Name -> what it does. `commctl doctor` and the documentation print this table."""
+
+_PEER_MEMORY = ("auto", "vmm_fd", "cuda_ipc")
 
 _MAX_TIMEOUT_S = 24 * 3600.0
 
@@ -94,6 +98,14 @@ def on_stall() -> str:
     value = os.environ.get("COMM_ON_STALL", "") or "poison"
     if value not in ("poison", "status"):
         raise ArgumentValueError(f"COMM_ON_STALL must be 'poison' or 'status', got {value!r}")
+    return value
+
+
+def peer_memory() -> str:
+    """Return ``COMM_PEER_MEMORY``: the form in which ranks share device memory, or ``"auto"``."""
+    value = os.environ.get("COMM_PEER_MEMORY") or "auto"
+    if value not in _PEER_MEMORY:
+        raise ArgumentValueError(f"COMM_PEER_MEMORY must be one of {', '.join(_PEER_MEMORY)}, got {value!r}")
     return value
 
 

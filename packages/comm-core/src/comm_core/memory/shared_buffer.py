@@ -1,112 +1,36 @@
-"""Device memory that every rank of one host can write: allocate, export and map it jointly, and free it jointly.
+"""Device memory that every rank of one host can write, as a list of addresses: made jointly and freed jointly.
 
-CUDA's legacy IPC has three rules that it does not check, and this module keeps them:
-
-- Memory must not be freed while another process has it mapped. So ranks unmap, agree that all have, and only then
-  free; what can't be agreed stays allocated until the process ends.
-- A handle stands for a whole allocation. So an address travels as (handle, offset), and allocations are whole 2 MiB
-  granules: the driver packs smaller ones together, and peers would be given their neighbours as well.
-- A handle that can't be opened is found out by the importer alone. So every stage ends in an outcome that the group
-  agrees on: all ranks get their pointers, or all raise the same error and everything is taken down again.
+The memory is shared by legacy CUDA IPC, whatever other forms there are: what this returns may be handed to code that
+exports it again. `comm_core.memory.peer` does the work; all ranks get their pointers, or all raise the same error and
+everything is taken down again.
 
 Nothing is released by a finalizer or at exit, because releasing takes the other ranks.
 """
 
 from __future__ import annotations
 
-import os
-import socket
 import threading
 import uuid
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from comm_core._json import Json, JsonObject
+from comm_core._json import JsonObject
 from comm_core.consensus import Teardown, Transaction, joint
 from comm_core.errors import (
     ArgumentTypeError,
     ArgumentValueError,
     CommError,
     GroupTimeoutError,
-    JointError,
     JointValueError,
-    UnsupportedError,
 )
 from comm_core.group import Group, as_group
 from comm_core.memory.cudart import CudaRTLibrary
+from comm_core.memory.peer import map_jointly
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 __all__ = ["create_shared_buffer", "free_shared_buffer"]
-
-_GRANULE = 2 << 20
-"""What the driver suballocates from; an allocation of whole granules has no neighbour in its own."""
-
-
-class _Memory:
-    """This rank's allocation and its mappings of the others', all used with one device current."""
-
-    def __init__(self, device: int, cuda: CudaRTLibrary) -> None:
-        self.device = device
-        self.own = 0
-        self._cuda = cuda
-        self._mapped: dict[int, int] = {}
-
-    def allocate(self, nbytes: int) -> None:
-        with self._cuda.device(self.device):
-            self.own = self._cuda.cudaMalloc(nbytes).value or 0
-
-    def free(self) -> None:
-        with self._cuda.device(self.device):
-            self._cuda.cudaFree(self.own)
-
-    def export(self) -> JsonObject:
-        with self._cuda.device(self.device):
-            try:
-                base, _ = self._cuda.memory_range(self.own)
-            except UnsupportedError:
-                base = self.own  # A runtime too old to be asked; what cudaMalloc returned is a base.
-            return {"handle": bytes(self._cuda.cudaIpcGetMemHandle(base)).hex(), "offset": self.own - base}
-
-    def map(self, exports: Sequence[JsonObject], rank: int) -> list[int]:
-        """Map every other rank's export; return the addresses of all ranks' memory, in rank order."""
-        pointers: list[int] = []
-        with self._cuda.device(self.device):
-            for peer, export in enumerate(exports):
-                if peer == rank:
-                    pointers.append(self.own)
-                    continue
-                try:
-                    mapping = self._cuda.cudaIpcOpenMemHandle(bytes.fromhex(str(export["handle"])))
-                except CommError as error:
-                    raise CommError(
-                        f"the memory of rank {peer} can't be mapped on cuda:{self.device}: {error}"
-                    ) from error
-                self._mapped[peer] = mapping.value or 0
-                pointers.append(self._mapped[peer] + cast("int", export["offset"]))
-        return pointers
-
-    def unmap(self) -> None:
-        """Unmap what is mapped. What fails stays on the list, so that it can be tried again."""
-        failed: list[str] = []
-        with self._cuda.device(self.device):
-            for peer, mapping in list(self._mapped.items()):
-                try:
-                    self._cuda.cudaIpcCloseMemHandle(mapping)
-                except CommError as error:
-                    failed.append(f"the memory of rank {peer} can't be unmapped: {error}")
-                else:
-                    del self._mapped[peer]
-        if failed:
-            raise CommError("; ".join(failed))
-
-    def settle(self) -> None:
-        """Wait until this rank's device uses no buffer any more."""
-        with self._cuda.device(self.device):
-            self._cuda.cudaDeviceSynchronize()
 
 
 @dataclass(frozen=True)
@@ -141,10 +65,12 @@ def create_shared_buffer(size_in_bytes: int, group: ProcessGroup | Group | None 
 
     Raises:
         JointValueError: a size that is no positive integer, or sizes that differ between the ranks.
-        JointError: a stage failed on some rank, or the ranks can't share memory (other hosts, other IPC namespaces,
+        JointError: a stage failed on some rank, or the ranks can't share memory (other hosts, other PID namespaces,
             one process). On every rank; nothing stays allocated or mapped.
         GroupTimeoutError: a rank did not come. Memory that it may have mapped stays allocated.
     """
+    import torch
+
     ranks = _ranks(group)
     what = "create_shared_buffer"
     sizes = joint(ranks, f"{what}: size_in_bytes", lambda: _size(size_in_bytes), error=JointValueError)
@@ -152,27 +78,17 @@ def create_shared_buffer(size_in_bytes: int, group: ProcessGroup | Group | None 
         per_rank = {rank: f"size_in_bytes={size}" for rank, size in enumerate(sizes)}
         raise JointValueError(f"{what}: the ranks asked for different sizes", per_rank)
 
-    found: list[_Memory] = []
-
     def look() -> JsonObject:
-        cuda = CudaRTLibrary()
-        found.append(_Memory(cuda.cudaGetDevice(), cuda))
-        return {**_host(), "device": found[0].device, "label": uuid.uuid4().hex}
+        return {"device": CudaRTLibrary().cudaGetDevice(), "label": uuid.uuid4().hex}
 
-    facts = cast("list[dict[str, Any]]", joint(ranks, f"{what}: CUDA runtime and host", look))
-    _require_one_host(what, facts)
-    memory = found[0]
-    nbytes = -(-size_in_bytes // _GRANULE) * _GRANULE
+    found = cast("list[dict[str, Any]]", joint(ranks, f"{what}: CUDA runtime", look))
+    device = int(found[ranks.rank]["device"])
     with Transaction(ranks, what) as stages:
-        stages.step("allocate", lambda: memory.allocate(nbytes), lambda _: memory.free(), shared_bytes=nbytes)
-        # The export's undo is to unmap, because mapping may fail half-way and leave something to unmap.
-        _, exports = stages.step_shared("export", memory.export, _same, lambda _: memory.unmap())
-        shared = cast("list[JsonObject]", exports)
-        pointers = stages.step("map", lambda: memory.map(shared, ranks.rank))
-        stages.step("wait for the device", lambda: None, lambda _: memory.settle())
+        mapped = map_jointly(stages, size_in_bytes, torch.device("cuda", device), form="cuda_ipc", what="the buffer")
         teardown = stages.commit()
+    pointers = list(mapped.addresses)
     with _lock:
-        _buffers[tuple(pointers)] = _Buffer(facts[0]["label"], ranks.rank, ranks.size, memory.device, teardown)
+        _buffers[tuple(pointers)] = _Buffer(found[0]["label"], ranks.rank, ranks.size, device, teardown)
     return pointers
 
 
@@ -224,10 +140,6 @@ def _forget(pointers: list[int]) -> None:
         del _buffers[tuple(pointers)]
 
 
-def _same(export: JsonObject) -> Json:
-    return export
-
-
 def _size(size_in_bytes: object) -> int:
     if not isinstance(size_in_bytes, int) or isinstance(size_in_bytes, bool):
         raise ArgumentTypeError(
@@ -263,48 +175,3 @@ def _find(pointers: object, ranks: Group) -> _Buffer:
             f"rank {ranks.rank} of {ranks.size}: pass the group that it was created with"
         )
     return buffer
-
-
-def _host() -> dict[str, Json]:
-    """Return what decides whether two processes can share memory; an empty string is unknown."""
-
-    def link(name: str) -> str:
-        try:
-            return str(Path(f"/proc/self/ns/{name}").readlink())
-        except OSError:
-            return ""
-
-    try:
-        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:
-        boot_id = ""
-    return {
-        "host": socket.gethostname(),
-        "boot_id": boot_id,
-        "ipc_namespace": link("ipc"),
-        "pid_namespace": link("pid"),
-        "pid": os.getpid(),
-    }
-
-
-def _require_one_host(what: str, facts: Sequence[dict[str, Any]]) -> None:
-    """Raise, on every rank alike, where CUDA IPC can't work; what is unknown is left to the attempt."""
-    for fact, name, hint in (
-        ("boot_id", "different hosts", "CUDA IPC works inside one host"),
-        ("ipc_namespace", "different IPC namespaces", "Start the containers with a shared one (docker: --ipc=host)"),
-    ):
-        if len({str(rank[fact]) for rank in facts if rank[fact]}) > 1:
-            per_rank = {
-                rank: f"cuda:{own['device']} on host {own['host']!r}, {fact} {own[fact] or 'unknown'}"
-                for rank, own in enumerate(facts)
-            }
-            raise JointError(f"{what}: the ranks are on {name}", per_rank, hint=hint)
-    seen: dict[tuple[object, ...], int] = {}
-    for rank, own in enumerate(facts):
-        first = seen.setdefault((own["boot_id"], own["pid_namespace"], own["pid"]), rank)
-        if first != rank:
-            raise JointError(
-                f"{what}: CUDA can't map memory into the process that exported it",
-                {peer: f"process {own['pid']} of host {own['host']!r}" for peer in (first, rank)},
-                hint="Ranks must be processes of their own",
-            )

@@ -1,0 +1,186 @@
+"""The one module that touches CUDA's driver API (cuda-bindings): typed, small, and replaceable in tests.
+
+cuda-bindings is imported when it is first needed, and its functions find the driver when they are first called, so
+that a machine without either can import this module and is told what is missing.
+
+Calls that act on a device run with that device's primary context pushed and leave the calling thread as it was. The
+runtime's way, to set a device and later set the one before it again, would make a context on the latter where there
+was none: half a gigabyte on a GPU that belongs to another rank.
+"""
+
+# pyright: reportUnknownMemberType=false
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any, cast
+
+from comm_core.errors import CudaCallError, UnsupportedError
+
+__all__ = ["Device"]
+
+
+def _import_binding() -> Any:
+    return importlib.import_module("cuda.bindings.driver")
+
+
+source: Callable[[], Any] = _import_binding
+"""Where this module gets the driver API from: the seam that `comm_core.testing.fake_driver` replaces."""
+
+
+def _binding() -> Any:
+    try:
+        return source()
+    except ImportError as error:
+        raise UnsupportedError(
+            f"CUDA's driver API needs the package cuda-bindings (pip install 'comm-core[cuda]'): {error}"
+        ) from error
+
+
+class Device:
+    """One GPU through the driver API.
+
+    Args:
+        index: CUDA ordinal in this process, counted as the runtime and torch count it.
+
+    Raises:
+        UnsupportedError: there is no cuda-bindings, no driver, or the driver is too old for a call.
+
+    Every method that calls CUDA raises `CudaCallError` with the call, the code and CUDA's own text. The device's
+    primary context is retained by the first method that needs it, and given back by `close`.
+    """
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self._api = _binding()
+        self._call("cuInit", 0)
+        self._device = self._call("cuDeviceGet", index)
+        self._context: Any = None
+
+    def close(self) -> None:
+        """Give the primary context back. The device may be used again; nothing of it may be mapped any more."""
+        if self._context is not None:
+            # The last one to give it back destroys it, with all memory in it: torch's, where torch has not used CUDA.
+            self._call("cuDevicePrimaryCtxRelease", self._device)
+            self._context = None
+
+    @contextmanager
+    def current(self) -> Generator[None, None, None]:
+        """Make the device current for this thread inside a ``with`` block."""
+        if self._context is None:
+            self._context = self._call("cuDevicePrimaryCtxRetain", self._device)
+        self._call("cuCtxPushCurrent", self._context)
+        try:
+            yield
+        finally:
+            self._call("cuCtxPopCurrent")
+
+    def attribute(self, name: str) -> int:
+        """Return a device attribute, ``CU_DEVICE_ATTRIBUTE_<name>``; 0 where the binding does not know it."""
+        attribute = getattr(self._api.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}", None)
+        return 0 if attribute is None else int(self._call("cuDeviceGetAttribute", attribute, self._device))
+
+    def synchronize(self) -> None:
+        """Wait for all work of the device's primary context; an error of earlier work is raised here."""
+        with self.current():
+            self._call("cuCtxSynchronize")
+
+    def granularity(self) -> int:
+        """Return what sizes and addresses of exportable memory are best a multiple of, in bytes."""
+        flag = self._api.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
+        with self.current():
+            return int(self._call("cuMemGetAllocationGranularity", self._properties(), flag))
+
+    def create(self, nbytes: int) -> int:
+        """Allocate physical memory that can be exported as a file descriptor; return its handle.
+
+        Network cards can reach it where the device supports that.
+
+        Args:
+            nbytes: a multiple of `granularity`.
+        """
+        with self.current():
+            return int(self._call("cuMemCreate", nbytes, self._properties(), 0))
+
+    def release(self, handle: int) -> None:
+        """Give a handle up. The memory goes when its mappings and everybody's other handles are gone as well."""
+        with self.current():
+            self._call("cuMemRelease", handle)
+
+    def export_descriptor(self, handle: int) -> int:
+        """Return a new file descriptor that stands for physical memory; the caller closes it."""
+        with self.current():
+            return int(self._call("cuMemExportToShareableHandle", handle, self._posix_descriptor(), 0))
+
+    def import_descriptor(self, descriptor: int) -> int:
+        """Return a handle of the physical memory behind a file descriptor; the descriptor may then be closed."""
+        with self.current():
+            return int(self._call("cuMemImportFromShareableHandle", descriptor, self._posix_descriptor()))
+
+    def reserve(self, nbytes: int, alignment: int) -> int:
+        """Reserve addresses with nothing behind them; return the first."""
+        with self.current():
+            return int(self._call("cuMemAddressReserve", nbytes, alignment, 0, 0))
+
+    def free_reservation(self, address: int, nbytes: int) -> None:
+        """Give back what `reserve` returned, as a whole; nothing may be mapped in it."""
+        with self.current():
+            self._call("cuMemAddressFree", address, nbytes)
+
+    def map(self, address: int, nbytes: int, handle: int) -> None:
+        """Put physical memory behind reserved addresses. No device can use them until `allow_access`."""
+        with self.current():
+            self._call("cuMemMap", address, nbytes, 0, handle, 0)
+
+    def unmap(self, address: int, nbytes: int) -> None:
+        """Undo one `map`, as a whole; the addresses stay reserved."""
+        with self.current():
+            self._call("cuMemUnmap", address, nbytes)
+
+    def allow_access(self, address: int, nbytes: int) -> None:
+        """Let this device read and write what is mapped; the memory may be another device's."""
+        access = self._api.CUmemAccessDesc()
+        access.location.type = self._api.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        access.location.id = self.index
+        access.flags = self._api.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        with self.current():
+            self._call("cuMemSetAccess", address, nbytes, [access], 1)
+
+    def is_legacy_ipc_capable(self, pointer: int) -> bool:
+        """Return whether the memory that `pointer` lies in can be exported by legacy CUDA IPC."""
+        attribute = self._api.CUpointer_attribute.CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
+        with self.current():
+            return bool(self._call("cuPointerGetAttribute", attribute, pointer))
+
+    def _properties(self) -> Any:
+        properties = self._api.CUmemAllocationProp()
+        properties.type = self._api.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        properties.requestedHandleTypes = self._posix_descriptor()
+        properties.location.type = self._api.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        properties.location.id = self.index
+        if self.attribute("GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED"):
+            properties.allocFlags.gpuDirectRDMACapable = 1
+        return properties
+
+    def _posix_descriptor(self) -> Any:
+        return self._api.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+
+    def _call(self, name: str, *arguments: object) -> Any:
+        """Call the driver; return its one value, or None where it has none."""
+        try:
+            code, *values = cast("tuple[Any, ...]", getattr(self._api, name)(*arguments))
+        except Exception as error:
+            # No driver, or a driver or binding without this function; how that is said differs between releases.
+            raise UnsupportedError(f"the CUDA driver can't be called ({name}): {error}") from error
+        if int(code) != 0:
+            raise CudaCallError(name, int(code), self._text(code))
+        return values[0] if values else None
+
+    def _text(self, code: Any) -> str:
+        try:
+            _, text = cast("tuple[Any, bytes | None]", self._api.cuGetErrorString(code))
+        except Exception:
+            text = None
+        return (text or b"unrecognized error code").decode("utf-8", "replace")

@@ -1,0 +1,194 @@
+"""Memory by CUDA's virtual memory management, shared as POSIX file descriptors.
+
+Addresses and the memory behind them are separate things here: each is reserved, created, mapped and given back by
+itself. Physical memory lives as long as anybody has a handle or a mapping of it, so a peer's mapping would survive
+the owner; it is taken down in the same order as every other form all the same.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from comm_core._driver import Device
+from comm_core._json import JsonObject
+from comm_core.errors import CommError, UnsupportedError
+from comm_core.memory.fd_exchange import Exchange
+from comm_core.memory.peer import PeerMemory, unmap_each
+from comm_core.topology.facts import HostFacts
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["VmmMemory"]
+
+_NEEDED = ("VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED", "HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED")
+
+
+@dataclass
+class _Segment:
+    """A stretch of addresses and the memory behind it, each part there or not.
+
+    Attributes:
+        device: that uses it.
+        nbytes: of both, a multiple of the granularity.
+        handle: of the physical memory, or None.
+        address: first reserved address, or 0.
+        mapped: whether the memory is behind the addresses.
+    """
+
+    device: Device
+    nbytes: int
+    handle: int | None = None
+    address: int = 0
+    mapped: bool = False
+
+    def place(self, alignment: int) -> None:
+        """Reserve addresses, put the memory behind them, and let the device use them."""
+        if not self.address:
+            self.address = self.device.reserve(self.nbytes, alignment)
+        assert self.handle is not None
+        self.device.map(self.address, self.nbytes, self.handle)
+        self.mapped = True
+        self.device.allow_access(self.address, self.nbytes)
+
+    def vacate(self) -> None:
+        """Take the memory away from behind the addresses, which stay reserved, and give up its handle."""
+        if self.mapped:
+            self.device.unmap(self.address, self.nbytes)
+            self.mapped = False
+        if self.handle is not None:
+            self.device.release(self.handle)
+            self.handle = None
+
+    def release(self) -> None:
+        """Give everything back."""
+        self.vacate()
+        if self.address:
+            self.device.free_reservation(self.address, self.nbytes)
+            self.address = 0
+
+
+class VmmMemory(PeerMemory):
+    """``cuMemCreate`` on this rank's device, imported by the peers from file descriptors."""
+
+    name = "vmm_fd"
+
+    def __init__(self, device: torch.device, rank: int) -> None:
+        super().__init__(device, rank)
+        self._device = Device(device.index)
+        self._granule = 0
+        self._segment: _Segment | None = None
+        self._imported: dict[int, _Segment] = {}
+        self._exchange: Exchange | None = None
+        self._exported = -1
+        self._received: dict[int, int] = {}
+
+    @classmethod
+    def probe(cls, device: torch.device, *, trial: bool) -> int:
+        """See `PeerMemory.probe`."""
+        if device.type != "cuda":
+            raise UnsupportedError(f"{device} is no CUDA device")
+        own = Device(device.index)
+        lacking = [name for name in _NEEDED if not own.attribute(name)]
+        if lacking:
+            raise UnsupportedError(f"{device} can't do it: CU_DEVICE_ATTRIBUTE_{' and '.join(lacking)} is 0")
+        try:
+            granule = own.granularity()
+            if trial:
+                _try_out(own, granule)
+            return granule
+        finally:
+            own.close()
+
+    def allocate(self, nbytes: int) -> None:
+        """See `PeerMemory.allocate`."""
+        self._segment = _Segment(self._device, nbytes)
+        try:
+            self._granule = self._device.granularity()
+            self._segment.handle = self._device.create(nbytes)
+            self._segment.place(self._granule)
+        except BaseException:
+            self.free()
+            raise
+        self.own, self.nbytes = self._segment.address, nbytes
+
+    def export(self, hosts: Sequence[HostFacts]) -> JsonObject:
+        """See `PeerMemory.export`."""
+        assert self._segment is not None and self._segment.handle is not None
+        self._exported = self._device.export_descriptor(self._segment.handle)
+        try:
+            self._exchange = Exchange(self.rank, hosts)
+        except BaseException:
+            self.withdraw()
+            raise
+        return self._exchange.invitation
+
+    def exchange(self, exports: Sequence[JsonObject], timeout_s: float) -> None:
+        """See `PeerMemory.exchange`."""
+        assert self._exchange is not None
+        own = {peer: self._exported for peer in range(len(exports)) if peer != self.rank}
+        try:
+            self._received = self._exchange.run(exports, own, timeout_s=timeout_s)
+        finally:
+            self.withdraw()
+
+    def map(self, exports: Sequence[JsonObject]) -> tuple[int, ...]:
+        """See `PeerMemory.map`."""
+        addresses: list[int] = []
+        for peer in range(len(exports)):
+            if peer == self.rank:
+                addresses.append(self.own)
+                continue
+            segment = self._imported[peer] = _Segment(self._device, self.nbytes)
+            try:
+                segment.handle = self._device.import_descriptor(self._received[peer])
+                os.close(self._received.pop(peer))
+                segment.place(self._granule)
+            except CommError as error:
+                raise CommError(f"the memory of rank {peer} can't be mapped on {self.device}: {error}") from error
+            addresses.append(segment.address)
+        return tuple(addresses)
+
+    def settle(self) -> None:
+        """See `PeerMemory.settle`."""
+        self._device.synchronize()
+
+    def unmap(self) -> None:
+        """See `PeerMemory.unmap`."""
+        while self._received:
+            os.close(self._received.popitem()[1])
+        unmap_each(self._imported, _Segment.release)
+
+    def withdraw(self) -> None:
+        """See `PeerMemory.withdraw`."""
+        if self._exchange is not None:
+            self._exchange.close()
+            self._exchange = None
+        if self._exported >= 0:
+            os.close(self._exported)
+            self._exported = -1
+
+    def free(self) -> None:
+        """See `PeerMemory.free`."""
+        self.withdraw()
+        if self._segment is not None:
+            self._segment.release()
+            self._segment = None
+        self.own = 0
+        self._device.close()
+
+
+def _try_out(device: Device, nbytes: int) -> None:
+    """Create memory, export and import it; release everything."""
+    handle = device.create(nbytes)
+    try:
+        descriptor = device.export_descriptor(handle)
+        try:
+            device.release(device.import_descriptor(descriptor))
+        finally:
+            os.close(descriptor)
+    finally:
+        device.release(handle)
