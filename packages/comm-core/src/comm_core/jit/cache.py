@@ -139,9 +139,13 @@ def roots(*, make: bool = True) -> list[Root]:
     default, problem = _default()
     found: list[Root] = []
     if default is not None:
-        problem = _prepare(default, make) or _foreign_ancestor(Path(os.path.realpath(default)))
-        if _is_folder(default):
-            found.append(Root(Path(os.path.realpath(default)), explicit=False, writable=not problem, note=problem))
+        problem = _prepare(default, make)
+        path = Path(os.path.realpath(default))
+        foreign = _foreign_ancestor(path)
+        # One that can't be added to may still have something; one that others can replace must not even be read.
+        if _is_folder(path) and not foreign:
+            found.append(Root(path, explicit=False, writable=not problem, note=problem))
+        problem = problem or foreign
         if not problem:
             return found
     temporary = _temporary(problem, make)
@@ -181,7 +185,7 @@ def _prepare(path: Path, make: bool) -> str:
     except OSError as error:
         return f"{error.filename or path}: {error.strerror}"
     if not _is_folder(path):
-        return f"{path} is no folder"
+        return f"{path} is no folder" if os.path.lexists(path) else f"{path} does not exist yet"
     if not os.access(path, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):
         return f"{path} is not writable by user {os.geteuid()}"
     return ""

@@ -21,6 +21,7 @@ from comm_core.errors import (
     UnsupportedError,
 )
 from comm_core.jit import archs as arch_names
+from comm_core.jit import toolchain
 from comm_core.jit.abi import ABI, CUDA_BASE, PREFIX, Status
 from comm_core.jit.cache import Artifact
 from comm_core.jit.libraries import obtain
@@ -190,10 +191,10 @@ class Module:
         if status >= CUDA_BASE:
             code = status - CUDA_BASE
             if code == _INSUFFICIENT_DRIVER:
-                nvcc = " ".join(str(self.artifact.inputs.get("nvcc") or "").split()[-7:])
+                nvcc = toolchain.version_of(str(self.artifact.inputs.get("nvcc")))
                 text += (
-                    f". The library was built by {nvcc}; where there is a GPU, its driver is older than that: build "
-                    "with an older toolkit (COMM_NVCC) or update the driver"
+                    f". The library was built by nvcc {nvcc}; where there is a GPU, its driver is older than that: "
+                    "build with an older toolkit (COMM_NVCC) or update the driver"
                 )
             raise CudaCallError(what, code, text)
         if status == Status.ERROR_ARGUMENT:
@@ -207,7 +208,7 @@ class Module:
 
 assert PREFIX == "II"  # what `Module.bind` packs before the caller's fields
 
-_loaded: dict[str, Module] = {}
+_loaded: dict[tuple[ModuleSpec, str], Module] = {}
 _remembered: dict[tuple[ModuleSpec, tuple[str, ...]], Module] = {}
 _lock = threading.RLock()
 
@@ -219,10 +220,11 @@ def open_library(spec: ModuleSpec, artifact: Artifact) -> Module:
         JitCacheError: it can't be loaded, or it is not what `spec` describes.
     """
     with _lock:
-        path = str(artifact.path)
-        if path not in _loaded:
-            _loaded[path] = Module(spec, artifact)
-        return _loaded[path]
+        # By description too: another one of the same library has still to be compared with it.
+        which = spec, str(artifact.path)
+        if which not in _loaded:
+            _loaded[which] = Module(spec, artifact)
+        return _loaded[which]
 
 
 def load(
