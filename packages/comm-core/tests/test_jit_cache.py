@@ -27,7 +27,9 @@ from typing import Any
 import pytest
 
 from comm_core import _cuda
-from comm_core.errors import ArgumentValueError, JitBuildError, JitCacheError, JitMissingError
+from comm_core.consensus import joint
+from comm_core.errors import ArgumentValueError, JitBuildError, JitCacheError, JitMissingError, JointError
+from comm_core.group import Group, thread_groups
 from comm_core.jit import build, cache, toolchain
 from comm_core.jit.cache import Artifact, Cache
 from comm_core.jit.libraries import obtain
@@ -414,6 +416,31 @@ def test_nothing_is_built_while_a_stream_is_being_captured(nvcc: FakeNvcc, monke
     obtain(SELFCHECK, ARCHS)
     monkeypatch.setattr(_cuda, "source", lambda: fake)
     assert obtain(SELFCHECK, ARCHS).path.is_file()
+
+
+def test_a_rank_that_can_not_build_fails_all_of_them_with_its_reason(
+    nvcc: FakeNvcc, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """L14: PATH without nvcc on one rank; the others must not go on alone with a library that it does not have."""
+    find = toolchain.find
+
+    def find_here() -> toolchain.Toolchain:
+        if threading.current_thread().name.endswith("_1"):
+            raise JitBuildError("no nvcc was found; looked at PATH")
+        return find()
+
+    monkeypatch.setattr(toolchain, "find", find_here)
+
+    def rank(group: Group) -> str:
+        with pytest.raises(JointError) as caught:
+            joint(group, "build", lambda: str(obtain(module(group.rank), ARCHS).path))
+        return str(caught.value)
+
+    groups = thread_groups(3)
+    with ThreadPoolExecutor(3, thread_name_prefix="rank") as pool:
+        # One task a thread: each of them waits for the others.
+        texts = list(pool.map(rank, groups))
+    assert len(set(texts)) == 1 and texts[0].startswith("build: rank ") and "no nvcc was found" in texts[0]
 
 
 # -- Which folder -------------------------------------------------------------------------------------------------

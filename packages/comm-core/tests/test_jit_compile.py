@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from comm_core.errors import ArgumentValueError, CudaCallError, JitBuildError, JitCacheError
+from comm_core.errors import ArgumentValueError, CudaCallError, JitBuildError, JitCacheError, JitMissingError
 from comm_core.jit import ModuleSpec, build, load, loader, toolchain
 from comm_core.jit.abi import ABI, CUDA_BASE, Status
 from comm_core.jit.cache import Artifact
@@ -193,6 +193,11 @@ def test_preload_makes_the_device_current_and_happens_once(at_fat: Path, monkeyp
     monkeypatch.setattr(loader._cuda, "normalize_device", lambda device: device)
     monkeypatch.setattr(loader._cuda, "device_guard", lambda device: Guard())
     monkeypatch.setattr(module, "_preload", lambda index: events.append(index) or 0)
+    with monkeypatch.context() as patch:
+        # Loading a kernel breaks a capture.
+        patch.setattr(loader._cuda, "is_capturing", lambda: True)
+        with pytest.raises(JitMissingError, match=r"not loaded on cuda:3 yet, .*captured"):
+            module.preload(torch.device("cuda", 3))
     for _ in range(2):
         module.preload(torch.device("cuda", 3))
     assert events == ["current", 3, "back"]

@@ -162,6 +162,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         if not arguments.keep:
             os.environ["COMM_CACHE_DIR"] = folder
+        torch.zeros(1, device="cuda")
         started = time.perf_counter()
         module = load(SELFCHECK, torch.device("cuda", 0))
         first = time.perf_counter() - started

@@ -173,7 +173,10 @@ def _build(want: Wanted, key: str, tools: toolchain.Toolchain, place: Cache, dea
             raise JitBuildError(failed.text, command=failed.command, log=failed.log)
         if not held:
             raise JitBuildError(f"module {name!r}: its library was in the cache and is gone again; try once more")
-        _log.info("building %s for %s with nvcc %s", name, arch_names.join(want.archs), tools.version)
+        _log.info("building %s for %s with %s (%s)", name, arch_names.join(want.archs), tools.nvcc, tools.version)
+        remark = toolchain.compare_cuda(tools.version, _cuda.runtime_version() if "torch" in sys.modules else None)
+        if remark:
+            _log.info("%s", remark)
         with place.staging(name, key) as folder:
             try:
                 log = place.failure_log(name, key)

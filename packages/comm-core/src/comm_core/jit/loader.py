@@ -17,6 +17,7 @@ from comm_core.errors import (
     ArgumentValueError,
     CudaCallError,
     JitCacheError,
+    JitMissingError,
     TransportError,
     UnsupportedError,
 )
@@ -170,11 +171,17 @@ class Module:
 
         Raises:
             CudaCallError: a kernel has no code for this device, or CUDA does not work here.
+            JitMissingError: the current stream is being captured.
         """
         device = _cuda.normalize_device(device)
         index = device.index
         if index in self._preloaded:
             return
+        if _cuda.is_capturing():
+            raise JitMissingError(
+                f"module {self.spec.name!r} is not loaded on {device} yet, and the current stream is being captured "
+                "into a CUDA graph, which loading would break. Make the call once before capturing"
+            )
         with _cuda.device_guard(device):
             status = self._preload(index)
         if status:
@@ -261,7 +268,11 @@ def load(
     if module is None:
         capability = None if device is None else arch_names.capability_of(device)
         # Outside the lock: another thread's build of another module must not wait for this one.
-        module = open_library(spec, obtain(spec, chosen, capability=capability, timeout_s=timeout_s))
+        artifact = obtain(spec, chosen, capability=capability, timeout_s=timeout_s)
+        if not artifact.path.exists():
+            # Somebody is cleaning the cache at this moment.
+            artifact = obtain(spec, chosen, capability=capability, timeout_s=timeout_s)
+        module = open_library(spec, artifact)
         with _lock:
             _remembered[spec, chosen] = module
     if device is not None:
