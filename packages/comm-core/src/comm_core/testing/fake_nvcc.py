@@ -1,4 +1,4 @@
-"""A program that behaves like nvcc for the JIT, in milliseconds: it counts what it is asked to make and makes nothing.
+"""A program that behaves like nvcc for the JIT, in milliseconds: it counts what it is asked to make, and makes none.
 
 Its "libraries" can't be loaded; everything before loading can be tried with it, on any machine: who compiles, how
 often, for whom, and what becomes of each way to fail.
