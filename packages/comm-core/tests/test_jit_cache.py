@@ -30,7 +30,7 @@ from comm_core import _cuda
 from comm_core.consensus import joint
 from comm_core.errors import ArgumentValueError, JitBuildError, JitCacheError, JitMissingError, JointError
 from comm_core.group import Group, thread_groups
-from comm_core.jit import build, cache, toolchain
+from comm_core.jit import build, cache, places, toolchain
 from comm_core.jit.cache import Artifact, Cache
 from comm_core.jit.libraries import obtain
 from comm_core.jit.selfcheck import SELFCHECK
@@ -56,7 +56,7 @@ def module(number: int) -> Any:
 
 
 def place() -> Cache:
-    return Cache(cache.roots()[-1])
+    return Cache(places.roots()[-1])
 
 
 def names(folder: str) -> list[str]:
@@ -459,13 +459,13 @@ def homeless(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_explicit_folder_wins_then_xdg_then_the_home(homeless: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """L8."""
     monkeypatch.setenv("HOME", str(homeless))
-    assert [root.path for root in cache.roots()] == [homeless / ".cache/comm"]
+    assert [root.path for root in places.roots()] == [homeless / ".cache/comm"]
     monkeypatch.setenv("XDG_CACHE_HOME", "relative/ignored")
-    assert [root.path for root in cache.roots()] == [homeless / ".cache/comm"]
+    assert [root.path for root in places.roots()] == [homeless / ".cache/comm"]
     monkeypatch.setenv("XDG_CACHE_HOME", str(homeless / "xdg"))
-    assert [root.path for root in cache.roots()] == [homeless / "xdg/comm"]
+    assert [root.path for root in places.roots()] == [homeless / "xdg/comm"]
     monkeypatch.setenv("COMM_CACHE_DIR", str(homeless / "a/b c"))
-    (root,) = cache.roots()
+    (root,) = places.roots()
     assert (root.path, root.explicit, root.writable) == (homeless / "a/b c", True, True)
     assert root.path.stat().st_mode & 0o777 == 0o700
 
@@ -509,7 +509,7 @@ def test_without_a_usable_home_a_private_temporary_folder_is_used(
     home = homeless / "home"
     home.mkdir()
     breakage(home, monkeypatch)
-    root = cache.roots()[-1]
+    root = places.roots()[-1]
     assert root.path == homeless / f"tmp/comm-{os.geteuid()}" and root.note
     assert root.path.stat().st_mode & 0o777 == 0o700
     artifact = obtain(SELFCHECK, ARCHS)
@@ -565,14 +565,14 @@ def test_the_temporary_folder_is_refused_if_somebody_else_made_it(
     target.mkdir(0o700)
     path.symlink_to(target)
     with pytest.raises(JitCacheError, match=r"not a folder of user \d+ alone.*COMM_CACHE_DIR"):
-        cache.roots()
+        places.roots()
     path.unlink()
     path.mkdir()
     path.chmod(0o770)
     with pytest.raises(JitCacheError, match="Remove it"):
-        cache.roots()
+        places.roots()
     path.chmod(0o700)
-    assert cache.roots()[-1].path == path
+    assert places.roots()[-1].path == path
 
 
 # -- Whom to trust ------------------------------------------------------------------------------------------------
@@ -675,9 +675,9 @@ def test_a_group_of_ones_own_may_write_above_the_cache(
     parent.mkdir()
     parent.chmod(0o775)
     monkeypatch.setenv("COMM_CACHE_DIR", str(parent / "cache"))
-    monkeypatch.setattr(cache, "_own_group", lambda gid: True)
+    monkeypatch.setattr(places, "_own_group", lambda gid: True)
     obtain(SELFCHECK, ARCHS)
-    monkeypatch.setattr(cache, "_own_group", lambda gid: False)
+    monkeypatch.setattr(places, "_own_group", lambda gid: False)
     with pytest.raises(JitCacheError, match=r"\(mode 0775\)"):
         obtain(SELFCHECK, ARCHS)
 

@@ -194,7 +194,8 @@ def clean(
 
 
 def _caches(*, make: bool) -> list[Cache]:
-    from comm_core.jit.cache import Cache, roots
+    from comm_core.jit.cache import Cache
+    from comm_core.jit.places import roots
 
     return [Cache(root) for root in roots(make=make)]
 
