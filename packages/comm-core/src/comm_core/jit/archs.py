@@ -16,7 +16,18 @@ from comm_core.errors import ArgumentValueError, UnsupportedError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ARCH_LIST", "choose", "for_device", "generate_code", "join", "normalize", "parse_list", "runs_on"]
+__all__ = [
+    "ARCH_LIST",
+    "capability_of",
+    "choose",
+    "choose_for_machine",
+    "for_device",
+    "generate_code",
+    "join",
+    "normalize",
+    "parse_list",
+    "runs_on",
+]
 
 ARCH_LIST = "COMM_CUDA_ARCH_LIST"
 
@@ -128,6 +139,22 @@ def choose(device: torch.device | None = None) -> tuple[str, ...]:
             f"{for_device(capability)} to it, or unset it to build for the device in use"
         )
     return archs
+
+
+def choose_for_machine() -> tuple[str, ...]:
+    """Return what to build ahead: what ``COMM_CUDA_ARCH_LIST`` names, else all GPUs that this process sees.
+
+    Raises:
+        ArgumentValueError: the list is malformed.
+        UnsupportedError: there is neither a list nor a GPU.
+    """
+    from comm_core import _cuda
+
+    if _env.cuda_arch_list() is None:
+        found = [_cuda.device_properties(index).compute_capability for index in range(_cuda.device_count())]
+        if found:
+            return normalize(map(for_device, found))
+    return choose()
 
 
 def capability_of(device: torch.device) -> str:

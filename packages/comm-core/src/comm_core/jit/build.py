@@ -141,8 +141,9 @@ def _run(command: Sequence[str], folder: Path, deadline: float) -> int:
         if name not in ("MAKEFLAGS", "MFLAGS", "NINJA_STATUS")
     }
     # Errors in English, for those who read them in the log and for us. Temporary files stay in the private folder and
-    # go with it: nvcc leaves its own behind when it is killed.
-    variables.update({"LC_ALL": "C", "TMPDIR": str(folder / _TEMPORARY)})
+    # go with it: nvcc leaves its own behind when it is killed. Relative, since nvcc with several threads does not
+    # quote the names of its temporary files.
+    variables.update({"LC_ALL": "C", "TMPDIR": _TEMPORARY})
     with (folder / LOG).open("wb") as log:
         run = subprocess.Popen(
             command,
@@ -213,6 +214,7 @@ _FAILED = re.compile(r"^FAILED: .*\n(.+)$", re.MULTILINE)
 _ERROR = re.compile(
     r"\berror\b|\bfatal\b|undefined reference|cannot find -l|: not found|No space left|Killed", re.IGNORECASE
 )
+_NO_ERROR = re.compile(r"\bwarning\b|^FAILED:|^ninja:", re.IGNORECASE)
 
 _HINTS: tuple[tuple[str, str], ...] = (
     (
@@ -250,14 +252,13 @@ def _full_hint(text: str) -> str:
 
 
 def first_error(log: str) -> str:
-    """Return the first line of `log` that is an error, and not a command that has the word in a flag."""
-    # After "FAILED:" comes the command, then what it printed; before that, what other commands printed.
+    """Return the first line of `log` that is an error; without one, its last line."""
+    # After "FAILED:" come the command and what it printed; before that, what others printed.
     match = _FAILED.search(log)
-    commands = {match[1]} if match else set[str]()
-    for line in log[match.end() :].splitlines() if match else log.splitlines():
-        if line not in commands and _ERROR.search(line) and not line.startswith(("FAILED:", "ninja:")):
-            return line.strip()
-    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    lines = [line.strip() for line in (log[match.end() :] if match else log).splitlines() if line.strip()]
+    for line in lines:
+        if _ERROR.search(line) and not _NO_ERROR.search(line):
+            return line
     return lines[-1] if lines else ""
 
 

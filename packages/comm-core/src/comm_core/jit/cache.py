@@ -15,14 +15,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import grp
 import json
 import os
-import pwd
 import shutil
 import socket
-import stat
-import tempfile
 import time
 import uuid
 from collections.abc import Generator, Iterator
@@ -30,19 +26,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from comm_core import _env
 from comm_core._json import Json, JsonObject
 from comm_core.errors import JitBuildError, JitCacheError
 from comm_core.jit import key as keys
+from comm_core.jit.places import PRIVATE_DIR, Root, check_trusted
 
-__all__ = ["Artifact", "Cache", "Failure", "Root", "roots"]
+__all__ = ["Artifact", "Cache", "Failure"]
 
 MANIFEST = "manifest.json"
 LOG = "build.log"
 
 _LAYOUT = ("jit", str(keys.FORMAT))
 _ENTRIES, _LOCKS, _STAGING, _FAILED = "entries", "locks", "staging", "failed"
-_PRIVATE_DIR, _PRIVATE_FILE = 0o700, 0o600
+_PRIVATE_FILE = 0o600
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
@@ -54,23 +50,6 @@ _SETTLE_S = 10.0
 """How long a folder that exists may look incomplete: network file systems remember what was not there yet."""
 
 _ABANDONED_S = 24 * 3600.0
-
-
-@dataclass(frozen=True)
-class Root:
-    """A folder for compiled libraries.
-
-    Attributes:
-        path: without symbolic links.
-        explicit: whether ``COMM_CACHE_DIR`` names it.
-        writable: whether libraries can be added.
-        note: why it is this one, where it is not the usual one.
-    """
-
-    path: Path
-    explicit: bool
-    writable: bool
-    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -117,168 +96,6 @@ class Failure:
     log: str
 
 
-# -- Which folder -------------------------------------------------------------------------------------------------
-
-
-def roots(*, make: bool = True) -> list[Root]:
-    """Return the folders to look for libraries in, in order; the last one is the one to build in.
-
-    Args:
-        make: make what is missing. Without it, the list may be empty, and `writable` is only about what exists.
-
-    Raises:
-        JitCacheError: ``COMM_CACHE_DIR`` can't be used, or there is no place at all.
-    """
-    explicit = _env.cache_dir()
-    if explicit is not None:
-        path = Path(explicit).expanduser().absolute()
-        problem = _prepare(path, make)
-        if problem and make and not _is_folder(path):
-            raise JitCacheError(f"COMM_CACHE_DIR={explicit!r} can't be used: {problem}")
-        return [Root(Path(os.path.realpath(path)), explicit=True, writable=not problem, note=problem)]
-    default, problem = _default()
-    found: list[Root] = []
-    if default is not None:
-        problem = _prepare(default, make) or _foreign_ancestor(Path(os.path.realpath(default)))
-        if _is_folder(default):
-            found.append(Root(Path(os.path.realpath(default)), explicit=False, writable=not problem, note=problem))
-        if not problem:
-            return found
-    temporary = _temporary(problem, make)
-    if temporary is not None:
-        found.append(Root(temporary, explicit=False, writable=True, note=problem))
-    return found
-
-
-def _is_folder(path: Path) -> bool:
-    # Path.is_dir raises where a folder above may not be searched.
-    return os.path.isdir(path)  # noqa: PTH112
-
-
-def _default() -> tuple[Path | None, str]:
-    """Return the usual folder, or None and why there is none."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    # The specification of that variable says to ignore a relative path.
-    if base and Path(base).is_absolute():
-        return Path(base) / "comm", ""
-    try:
-        home = Path.home()
-    except RuntimeError as error:
-        return None, f"there is no home folder: {error}"
-    if not _is_folder(home):
-        # Not made here: where a home is missing, it is so on purpose, or the disk is not mounted yet.
-        return None, f"the home folder {home} does not exist or may not be entered"
-    return home / ".cache" / "comm", ""
-
-
-def _prepare(path: Path, make: bool) -> str:
-    """Make `path` if so asked, and return why nothing can be added there, or an empty string."""
-    try:
-        if make:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with contextlib.suppress(FileExistsError):
-                path.mkdir(_PRIVATE_DIR)
-    except OSError as error:
-        return f"{error.filename or path}: {error.strerror}"
-    if not _is_folder(path):
-        return f"{path} is no folder"
-    if not os.access(path, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):
-        return f"{path} is not writable by user {os.geteuid()}"
-    return ""
-
-
-def _temporary(why: str, make: bool) -> Path | None:
-    """Return a folder of our own among the system's temporary files; None if there is none and `make` is off."""
-    try:
-        base = Path(os.path.realpath(tempfile.gettempdir()))
-    except OSError as error:
-        raise JitCacheError(f"no folder for compiled libraries: {why}; {error}. Set COMM_CACHE_DIR") from error
-    path = base / f"comm-{os.geteuid()}"
-    if not make and not path.exists():
-        return None
-    try:
-        with contextlib.suppress(FileExistsError):
-            path.mkdir(_PRIVATE_DIR)
-        found = path.lstat()
-    except OSError as error:
-        raise JitCacheError(
-            f"no folder for compiled libraries: {why}; {path}: {error}. Set COMM_CACHE_DIR"
-        ) from error
-    # Anybody could have made a folder of this name first.
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
-        raise JitCacheError(
-            f"no folder for compiled libraries: {why}; and {path} is not a folder of user {os.geteuid()} alone (mode "
-            "0700). Remove it, or set COMM_CACHE_DIR to a folder of your own"
-        )
-    return path
-
-
-# -- Whom to trust ------------------------------------------------------------------------------------------------
-
-
-def _check_trusted(root: Path, path: Path) -> None:
-    """Raise unless nobody but this user and root can have written `path` or anything on the way to it.
-
-    Raises:
-        JitCacheError: another user can; the text names the place and the command that changes it.
-    """
-    problem = _foreign_ancestor(root)
-    if problem:
-        raise JitCacheError(f"{path} is not loaded: {problem}. Set COMM_CACHE_DIR to a folder below one of your own")
-    steps = [root]
-    for part in path.relative_to(root).parts:
-        steps.append(steps[-1] / part)
-    for step in steps:
-        found = step.lstat()
-        if stat.S_ISLNK(found.st_mode):
-            raise JitCacheError(f"{path} is not loaded: {step} is a symbolic link; remove it")
-        if found.st_uid not in _trusted_users():
-            raise JitCacheError(
-                f"{path} is not loaded: {step} belongs to user {found.st_uid}, this is user {os.geteuid()}. Set "
-                "COMM_CACHE_DIR to a folder of your own"
-            )
-        if found.st_mode & 0o022:
-            raise JitCacheError(
-                f"{path} is not loaded: other users can write {step} (mode {stat.S_IMODE(found.st_mode):04o}), and "
-                f"so choose the code that runs here. If only you did: chmod -R go-w {root}"
-            )
-
-
-def _foreign_ancestor(root: Path) -> str:
-    """Return which folder above `root` lets another user replace what is below it, or an empty string."""
-    for folder in root.parents:
-        try:
-            found = folder.lstat()
-        except OSError as error:
-            return f"{folder}: {error.strerror}"
-        if found.st_uid not in _trusted_users():
-            return f"{folder} belongs to user {found.st_uid}, who can replace what is below it"
-        # In a sticky folder (/tmp) everybody can add names, but only their owner can replace them.
-        if found.st_mode & stat.S_ISVTX:
-            continue
-        if found.st_mode & 0o002 or (found.st_mode & 0o020 and not _own_group(found.st_gid)):
-            return (
-                f"other users can write {folder} (mode {stat.S_IMODE(found.st_mode):04o}) and so replace what is "
-                "below it"
-            )
-    return ""
-
-
-def _trusted_users() -> tuple[int, ...]:
-    # Whoever owns "/" could replace Python itself. That is root; only in a user namespace it goes by another number.
-    return 0, os.geteuid(), Path("/").stat().st_uid
-
-
-def _own_group(gid: int) -> bool:
-    """Return whether a group is root's or this user's alone: many systems give each user a group of the same name."""
-    if gid == 0:
-        return True
-    try:
-        return grp.getgrgid(gid).gr_name == pwd.getpwuid(os.geteuid()).pw_name
-    except KeyError:
-        return False
-
-
 # -- The cache ----------------------------------------------------------------------------------------------------
 
 
@@ -315,15 +132,15 @@ class Cache:
     def _read(self, folder: Path) -> Artifact | None:
         try:
             # Before anything in it is believed.
-            _check_trusted(self.root.path, folder)
+            check_trusted(self.root.path, folder)
             manifest = cast("dict[str, Any]", json.loads((folder / MANIFEST).read_bytes()))
             module, key = str(manifest["module"]), str(manifest["key"])
             library = folder / f"{module}.so"
             inputs, built = cast("JsonObject", manifest["inputs"]), cast("JsonObject", manifest["built"])
             # A folder that a cleaner of old files went through, or that a full disk cut short.
             whole = library.stat().st_size == built["bytes"] and keys.key(inputs) == key
-            _check_trusted(self.root.path, folder / MANIFEST)
-            _check_trusted(self.root.path, library)
+            check_trusted(self.root.path, folder / MANIFEST)
+            check_trusted(self.root.path, library)
         except PermissionError as error:
             if not self.root.explicit:
                 return None
@@ -346,12 +163,12 @@ class Cache:
             raise JitCacheError(f"{name}={str(self.root.path)!r} can't take a new library: {self.root.note}")
         for folder in (self.root.path / _LAYOUT[0], self.base, *(self.base / name for name in _FOLDERS)):
             try:
-                folder.mkdir(_PRIVATE_DIR, exist_ok=True)
+                folder.mkdir(PRIVATE_DIR, exist_ok=True)
             except OSError as error:
                 raise JitCacheError(f"{folder} can't be made: {error.strerror}") from error
         # Before anything is written: what is built in a place that others can write would not be loaded from there.
         for name in _FOLDERS:
-            _check_trusted(self.root.path, self.base / name)
+            check_trusted(self.root.path, self.base / name)
 
     @contextlib.contextmanager
     def lock(self, module: str, key: str, deadline: float) -> Generator[bool]:
@@ -418,7 +235,7 @@ class Cache:
         self._remove_dead(f"{module}-{key}.")
         folder = self.base / _STAGING / f"{module}-{key}.{_owner()}-{uuid.uuid4().hex[:8]}"
         try:
-            folder.mkdir(_PRIVATE_DIR)
+            folder.mkdir(PRIVATE_DIR)
         except OSError as error:
             raise JitCacheError(f"{folder} can't be made: {error.strerror}") from error
         try:
@@ -548,7 +365,7 @@ def _settle(folder: Path) -> None:
     """Fix the modes of what will be published, and make the disk have it before the name does."""
     for path in (folder, *folder.rglob("*")):
         # A rename keeps the mode, so it must be right before; the umask has no say.
-        path.chmod(_PRIVATE_DIR if path.is_dir() else _PRIVATE_FILE)
+        path.chmod(PRIVATE_DIR if path.is_dir() else _PRIVATE_FILE)
     for name in os.listdir(folder):  # noqa: PTH208 - names alone
         if (folder / name).is_file():
             _sync(folder / name)

@@ -15,7 +15,7 @@ from comm_core._json import JsonObject
 from comm_core._version import __version__
 from comm_core.errors import JitBuildError, JitMissingError
 from comm_core.jit import archs as arch_names
-from comm_core.jit import build, cache, toolchain
+from comm_core.jit import build, places, toolchain
 from comm_core.jit import key as keys
 from comm_core.jit.cache import Artifact, Cache
 from comm_core.jit.spec import ModuleSpec
@@ -135,14 +135,14 @@ def obtain(
     """
     allowed = not _env.jit_off() if may_build is None else may_build
     want = wanted(spec, archs, compiler=allowed)
-    caches = [Cache(root) for root in cache.roots(make=allowed)]
+    caches = [Cache(root) for root in places.roots(make=allowed)]
     found = lookup(want, caches, capability)
     if found is not None:
         return found
     if not allowed:
-        places = ", ".join(str(place.root.path) for place in caches) or "no cache"
+        looked = ", ".join(str(place.root.path) for place in caches) or "no cache"
         raise JitMissingError(
-            f"module {spec.name!r} is not built for {arch_names.join(want.archs)} (looked in {places}), and "
+            f"module {spec.name!r} is not built for {arch_names.join(want.archs)} (looked in {looked}), and "
             f"COMM_JIT=off forbids compiling. Build it with: {warm_command(spec, want.archs)}"
         )
     if want.toolchain is None or want.key is None:
@@ -173,7 +173,10 @@ def _build(want: Wanted, key: str, tools: toolchain.Toolchain, place: Cache, dea
             raise JitBuildError(failed.text, command=failed.command, log=failed.log)
         if not held:
             raise JitBuildError(f"module {name!r}: its library was in the cache and is gone again; try once more")
-        _log.info("building %s for %s with nvcc %s", name, arch_names.join(want.archs), tools.version)
+        _log.info("building %s for %s with %s (%s)", name, arch_names.join(want.archs), tools.nvcc, tools.version)
+        remark = toolchain.compare_cuda(tools.version, _cuda.runtime_version() if "torch" in sys.modules else None)
+        if remark:
+            _log.info("%s", remark)
         with place.staging(name, key) as folder:
             try:
                 log = place.failure_log(name, key)

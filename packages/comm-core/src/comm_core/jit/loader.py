@@ -17,10 +17,12 @@ from comm_core.errors import (
     ArgumentValueError,
     CudaCallError,
     JitCacheError,
+    JitMissingError,
     TransportError,
     UnsupportedError,
 )
 from comm_core.jit import archs as arch_names
+from comm_core.jit import toolchain
 from comm_core.jit.abi import ABI, CUDA_BASE, PREFIX, Status
 from comm_core.jit.cache import Artifact
 from comm_core.jit.libraries import obtain
@@ -169,11 +171,17 @@ class Module:
 
         Raises:
             CudaCallError: a kernel has no code for this device, or CUDA does not work here.
+            JitMissingError: the current stream is being captured.
         """
         device = _cuda.normalize_device(device)
         index = device.index
         if index in self._preloaded:
             return
+        if _cuda.is_capturing():
+            raise JitMissingError(
+                f"module {self.spec.name!r} is not loaded on {device} yet, and the current stream is being captured "
+                "into a CUDA graph, which loading would break. Make the call once before capturing"
+            )
         with _cuda.device_guard(device):
             status = self._preload(index)
         if status:
@@ -190,10 +198,10 @@ class Module:
         if status >= CUDA_BASE:
             code = status - CUDA_BASE
             if code == _INSUFFICIENT_DRIVER:
-                nvcc = " ".join(str(self.artifact.inputs.get("nvcc") or "").split()[-7:])
+                nvcc = toolchain.version_of(str(self.artifact.inputs.get("nvcc")))
                 text += (
-                    f". The library was built by {nvcc}; where there is a GPU, its driver is older than that: build "
-                    "with an older toolkit (COMM_NVCC) or update the driver"
+                    f". The library was built by nvcc {nvcc}; where there is a GPU, its driver is older than that: "
+                    "build with an older toolkit (COMM_NVCC) or update the driver"
                 )
             raise CudaCallError(what, code, text)
         if status == Status.ERROR_ARGUMENT:
@@ -207,7 +215,7 @@ class Module:
 
 assert PREFIX == "II"  # what `Module.bind` packs before the caller's fields
 
-_loaded: dict[str, Module] = {}
+_loaded: dict[tuple[ModuleSpec, str], Module] = {}
 _remembered: dict[tuple[ModuleSpec, tuple[str, ...]], Module] = {}
 _lock = threading.RLock()
 
@@ -219,10 +227,11 @@ def open_library(spec: ModuleSpec, artifact: Artifact) -> Module:
         JitCacheError: it can't be loaded, or it is not what `spec` describes.
     """
     with _lock:
-        path = str(artifact.path)
-        if path not in _loaded:
-            _loaded[path] = Module(spec, artifact)
-        return _loaded[path]
+        # By description too: another one of the same library has still to be compared with it.
+        which = spec, str(artifact.path)
+        if which not in _loaded:
+            _loaded[which] = Module(spec, artifact)
+        return _loaded[which]
 
 
 def load(
@@ -259,7 +268,11 @@ def load(
     if module is None:
         capability = None if device is None else arch_names.capability_of(device)
         # Outside the lock: another thread's build of another module must not wait for this one.
-        module = open_library(spec, obtain(spec, chosen, capability=capability, timeout_s=timeout_s))
+        artifact = obtain(spec, chosen, capability=capability, timeout_s=timeout_s)
+        if not artifact.path.exists():
+            # Somebody is cleaning the cache at this moment.
+            artifact = obtain(spec, chosen, capability=capability, timeout_s=timeout_s)
+        module = open_library(spec, artifact)
         with _lock:
             _remembered[spec, chosen] = module
     if device is not None:

@@ -22,7 +22,7 @@ from pathlib import Path
 from comm_core import _env
 from comm_core.errors import JitBuildError
 
-__all__ = ["Toolchain", "compare_cuda", "find", "find_ninja", "find_nvcc", "libc_version"]
+__all__ = ["Toolchain", "compare_cuda", "find", "find_ninja", "find_nvcc", "libc_version", "version_of"]
 
 _SECONDS = 60.0
 """Deadline of asking a program for its version; a cold network file system can take a while."""
@@ -157,14 +157,14 @@ def _ask(nvcc: str, source: str) -> Toolchain:
     with _start([nvcc, "--version"]) as version_run, _start([nvcc, *_DRY_RUN]) as dry_run:
         version_text = _finish(version_run, nvcc, source)
         report = _finish(dry_run, nvcc, source)
-    match = re.search(r"\bV(\d+\.\d+\.\d+)|\brelease (\d+\.\d+)", version_text)
-    if match is None:
+    version = version_of(version_text)
+    if version is None:
         raise JitBuildError(f"{nvcc} (from {source}) is no nvcc: --version says {version_text[:200]!r}")
     host = _host_compiler(report, nvcc)
     return Toolchain(
         nvcc=nvcc,
         source=source,
-        version=match[1] or match[2],
+        version=version,
         version_text=version_text,
         root=_toolkit_root(report, nvcc),
         host_compiler=host,
@@ -256,6 +256,12 @@ def _environment() -> tuple[tuple[str, str], ...]:
         if value:
             found.append((name, value))
     return tuple(found)
+
+
+def version_of(text: str) -> str | None:
+    """Return the version in what ``nvcc --version`` says, for example ``"13.0.88"``; None if there is none."""
+    match = re.search(r"\bV(\d+\.\d+\.\d+)", text) or re.search(r"\brelease (\d+\.\d+)", text)
+    return match and match[1]
 
 
 def compare_cuda(nvcc: str, torch_cuda: str | None) -> str:

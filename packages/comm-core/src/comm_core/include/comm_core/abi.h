@@ -1,8 +1,9 @@
 // The C interface between Python and a module (one shared library, built when it is first needed).
 //
-// An entry point is `COMM_EXPORT int comm_<plugin>_<operation>_v<N>(const <its arguments>*)`. Its arguments are one
-// struct that begins with COMM_ARGS and holds the stream; Python packs it and passes one pointer. An entry point that
-// launches allocates nothing, synchronizes nothing and keeps no state, so that it can be captured in a CUDA graph.
+// An entry point is `COMM_EXPORT int comm_<plugin>_<operation>_v<N>(const <its arguments>*)`. Its
+// arguments are one struct that begins with COMM_ARGS and holds the stream; Python packs it and
+// passes one pointer. An entry point that launches allocates nothing, synchronizes nothing and
+// keeps no state, so that it can be captured in a CUDA graph.
 //
 // A module declares itself in one place:
 //
@@ -20,12 +21,13 @@
 #include <stddef.h>
 #include <stdint.h>
 
-// Number of this interface: the prefix of the arguments, the information about a module, the meaning of the codes.
-// Twin: comm_core/jit/abi.py, ABI.
+// Number of this interface: the prefix of the arguments, the information about a module, the
+// meaning of the codes. Twin: comm_core/jit/abi.py, ABI.
 #define COMM_ABI 1
 
-// The prefix of every argument struct. Its alignment pads the whole struct to a multiple of 8 bytes, as the trailing
-// "0Q" of the Python description does; otherwise the two sizes differ where the last field is shorter.
+// The prefix of every argument struct. Its alignment pads the whole struct to a multiple of 8
+// bytes, as the trailing "0Q" of the Python description does; otherwise the two sizes differ where
+// the last field is shorter.
 typedef struct comm_args {
   uint32_t struct_size;
   uint32_t abi;
@@ -34,12 +36,12 @@ typedef struct comm_args {
 #define COMM_ARGS comm_args args_
 
 // Leave the entry point with COMM_ERROR_ABI unless `args` was packed for this very struct.
-#define COMM_CHECK_ARGS(args, type)                                                               \
-  do {                                                                                            \
-    if ((args)->args_.struct_size != sizeof(type) || (args)->args_.abi != COMM_ABI)               \
+#define COMM_CHECK_ARGS(args, type)                                                                \
+  do {                                                                                             \
+    if ((args)->args_.struct_size != sizeof(type) || (args)->args_.abi != COMM_ABI)                \
       return comm_fail(COMM_ERROR_ABI, "%s: expected %zu bytes of ABI %d, got %u bytes of ABI %u", \
-                       #type, sizeof(type), COMM_ABI, (args)->args_.struct_size,                  \
-                       (args)->args_.abi);                                                        \
+                       #type, sizeof(type), COMM_ABI, (args)->args_.struct_size,                   \
+                       (args)->args_.abi);                                                         \
   } while (0)
 
 typedef struct comm_struct_info {
@@ -81,7 +83,9 @@ typedef struct comm_module_info {
 // Variadic, because an instantiation may have commas.
 #define COMM_KERNEL(...) {#__VA_ARGS__, (const void*)(__VA_ARGS__)},
 #define COMM_MODULE_END(name)                                                                  \
-  { NULL, NULL }                                                                               \
+  {                                                                                            \
+    NULL, NULL                                                                                 \
+  }                                                                                            \
   }                                                                                            \
   ;                                                                                            \
   __thread char comm_error_text_[COMM_ERROR_TEXT_SIZE] = "";                                   \
@@ -102,8 +106,9 @@ typedef struct comm_module_info {
                          device);                                                              \
   }
 
-// Load every kernel of the module on `device`, which must be current. The runtime would otherwise load each at its
-// first launch, which waits for the device: with a kernel running that spins on a peer, that is a deadlock.
+// Load every kernel of the module on `device`, which must be current. The runtime would otherwise
+// load each at its first launch, which waits for the device: with a kernel running that spins on a
+// peer, that is a deadlock.
 static inline int comm_preload_(const comm_kernel_info* kernels, size_t count, int device) {
 #if defined(__CUDACC__) || defined(__CUDA_RUNTIME_API_H__)
   int current = -1;
