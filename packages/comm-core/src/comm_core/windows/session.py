@@ -81,7 +81,8 @@ class WindowSession(TransportSession):
         self._last_stream: int | None = None
         size = self._group.size
         signals = map_jointly(stages, SIGNAL_BYTES, device, form=form, what="signals")
-        self.windows = WindowSet(self._group, device, form, self._view)
+        self.memory_form = signals.form
+        self.windows = WindowSet(self._group, device, signals.form, self._view)
         self.windows.add_in(stages, staging_bytes, "staging")
         self.windows.add_in(stages, gather.window_bytes(size), "small gathers")
         # Nobody signals before this step is over on every rank, so the blocks are zero when the first one does.

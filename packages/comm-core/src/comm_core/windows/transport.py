@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, cast
 from comm_core import _env
 from comm_core._json import JsonObject
 from comm_core._version import __version__
-from comm_core.memory.peer import choose_form
+from comm_core.memory.peer import AUTO
 from comm_core.topology import predicates
 from comm_core.topology.facts import RankFacts
 from comm_core.transport.interface import Request, Transport, Verdict
@@ -58,12 +58,7 @@ class WindowTransport(Transport):
         verdict = predicates.assess_peers(facts, sizes=_SIZES, allow_shared_gpu=shared)
         if not verdict.eligible:
             return verdict
-        form, reason = choose_form(facts)
-        if form is None:
-            return Verdict(False, reason)
-        return verdict._replace(
-            reason=f"{verdict.reason}; {reason}", plan={"form": form, "blocks_per_peer": blocks_per_peer(facts)}
-        )
+        return verdict._replace(plan={"blocks_per_peer": blocks_per_peer(facts)})
 
     def open(
         self, stages: Transaction, request: Request, plan: JsonObject | None, device: torch.device
@@ -75,11 +70,12 @@ class WindowTransport(Transport):
 
         module = stages.step("build", lambda: jit.load(WINDOWS, device))
         agreed = cast("JsonObject", plan)
+        form = request.environment.get("COMM_PEER_MEMORY", AUTO)
         return WindowSession(
             stages,
             module,
             device,
-            form=str(agreed["form"]),
+            form=form,
             staging_bytes=request.max_bytes,
             timeout_s=request.timeout_s,
             blocks_per_peer=cast("int", agreed["blocks_per_peer"]),

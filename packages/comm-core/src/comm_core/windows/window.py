@@ -87,8 +87,9 @@ class WindowSet:
 
     def add_in(self, stages: Transaction, nbytes: int, what: str) -> MappedWindow:
         """Allocate one window as part of a transaction, which then owns it. Collective."""
-        mapped = map_jointly(stages, nbytes, self._device, form=self._form, what=what)
-        window = MappedWindow(len(self._windows), nbytes, mapped, self._group.rank, self._view)
+        number = len(self._windows)
+        mapped = map_jointly(stages, nbytes, self._device, form=self._form, what=what, number=number)
+        window = MappedWindow(number, nbytes, mapped, self._group.rank, self._view)
         self._windows.append(window)
         return window
 
