@@ -69,4 +69,3 @@ def self_test(session: Gathers, device: torch.device, rank: int, world_size: int
                     f"self-test: {wrong.numel()} of {_TEST_BYTES} bytes from rank {peer} are wrong, the first at "
                     f"{at}: stores into peer memory do not arrive on this machine (IOMMU or ACS settings?)"
                 )
-

@@ -15,7 +15,16 @@ from comm_core.errors import UnsupportedError
 from comm_core.transport.plan import Copy, Level, Plan
 from comm_core.windows.signals import MAX_RANKS
 
-__all__ = ["ENTRY_BYTES", "HEADER_BYTES", "MAX_LEVELS", "MAX_SOURCES", "PIECE_BYTES", "Entry", "Table", "compile_plan"]
+__all__ = [
+    "ENTRY_BYTES",
+    "HEADER_BYTES",
+    "MAX_LEVELS",
+    "MAX_SOURCES",
+    "PIECE_BYTES",
+    "Entry",
+    "Table",
+    "compile_plan",
+]
 
 MAX_LEVELS = 4
 MAX_SOURCES = 4

@@ -126,7 +126,7 @@ class WindowSet:
         """Return the window that holds this rank's memory [address, address + nbytes) and the offset in it."""
         for window in self._windows:
             offset = address - window.address
-            if 0 <= offset and offset + nbytes <= window.nbytes:
+            if offset >= 0 and offset + nbytes <= window.nbytes:
                 return window, offset
         return None
 
