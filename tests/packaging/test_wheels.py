@@ -124,5 +124,5 @@ def test_the_extras_are_the_known_plugins(core):
     entries = [*known.TRANSPORTS.values(), *known.CODECS.values()]
     wanted = {entry.extra: {entry.distribution} for entry in entries if not entry.built_in}
     assert {extra: names for extra, names in by_extra.items() if extra not in NOT_PLUGINS} == wanted
-    assert by_extra["cuda"] == {"cuda-bindings", "nvidia-ml-py"}
+    assert by_extra["cuda"] == {"cuda-bindings", "ninja", "nvidia-ml-py"}
     assert by_extra["all"] == by_extra["cuda"].union(*wanted.values())

@@ -192,6 +192,6 @@ def test_plugins_lists_what_became_of_each(plugin: Any, capsys: pytest.CaptureFi
     assert reports["dist"]["state"] == "loaded" and reports["dist"]["transports"] == ["nccl", "gloo"]
     assert reports["newer"]["state"] == "incompatible"
     keys = {"name", "distribution", "version", "api", "state", "error", "warnings", "transports", "codecs"}
-    assert set(reports["dist"]) == keys | {"allreduce", "seconds"}
+    assert set(reports["dist"]) == keys | {"allreduce", "modules", "seconds"}
     plugins.unregister("newer")
     assert commctl("plugins", "--strict") == 0

@@ -33,7 +33,7 @@ VARIABLES: dict[str, str] = {
     "COMM_CHECK": "1: agree geometry, dtype and call order before each collective",
     "COMM_ALLOW_EXPERIMENTAL_AUTO_BACKENDS": "1 on every rank: 'auto' may choose an experimental transport",
     "COMM_ALLOW_SHARED_GPU": "1 on every rank: several ranks may share a GPU (for testing)",
-    "COMM_ON_STALL": "poison (default): an operation that stalls fills its outputs with NaN bytes; status: it does not",
+    "COMM_ON_STALL": "poison (default): a stalled operation fills its outputs with NaN bytes; status: it does not",
     "COMM_PEER_MEMORY": "auto, vmm_fd or cuda_ipc, equal on all ranks: how ranks share device memory (default auto)",
     "COMM_TOPOLOGY_FILE": "a recorded topology (JSON) that replaces the probe",
     "COMM_BLOCK_PLUGINS": "comma-separated plugin names that are not loaded",

@@ -345,9 +345,7 @@ def assess_nvlink(
     )
 
 
-def assess_peers(
-    facts: Sequence[RankFacts], *, sizes: Sequence[int], allow_shared_gpu: bool = False
-) -> Verdict:
+def assess_peers(facts: Sequence[RankFacts], *, sizes: Sequence[int], allow_shared_gpu: bool = False) -> Verdict:
     """Return whether all ranks' GPUs, on one host, have peer access to each other, over whatever link.
 
     Args:

@@ -16,7 +16,10 @@ comm_api = API_VERSION
 
 @hookimpl
 def comm_transports() -> list[Transport]:
-    """Return the plain transports and the fallbacks. Negative priorities put them after everything that somebody installs on purpose."""
+    """Return the plain transports over windows, and the fallbacks.
+
+    Negative priorities put the fallbacks after everything that somebody installs on purpose.
+    """
     return [
         WindowTransport("windows", copy_engines=False),
         WindowTransport("windows-ce", copy_engines=True),

@@ -223,10 +223,10 @@ class WindowSession(TransportSession):
         return self._tables[plan]
 
     def _stream(self) -> int:
-        """Return the current stream, ordered after the session's last one: its signals belong to one call at a time."""
+        """Return the current stream, ordered after the session's last one: signals belong to one call at a time."""
         stream = _cuda.raw_stream(self._device.index)
         if stream != self._last_stream:
-            # A captured call is ordered by whoever replays the graph; the capture itself must not touch other streams.
+            # A captured call is ordered by whoever replays the graph; a capture must not touch other streams.
             if self._last_stream is not None and not _cuda.is_capturing():
                 torch.cuda.current_stream(self._device).wait_stream(self._before(self._last_stream))
             self._last_stream = stream
