@@ -41,7 +41,7 @@ def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def test_it_is_as_every_module_must_be(built: tuple[ModuleSpec, Artifact]) -> None:
-    """Five architectures, no spills, sizes as in Python, only entry points exported, no torch, Python or CUDA library."""
+    """Five architectures, no spills, sizes as in Python, only entry points exported, no torch, Python or CUDA."""
     spec, library = built
     assert library.archs == cubin.ARCHS
     assert cubin.problems(spec, library) == []
@@ -88,7 +88,7 @@ def test_the_headers_of_protocols_stand_alone_on_a_host(tmp_path: Path) -> None:
 def test_describing_the_modules_needs_neither_torch_nor_cuda() -> None:
     """``commctl jit list`` reads descriptions: reading them imports nothing heavy."""
     code = (
-        "import sys; from comm_core.windows.launch import WINDOWS; from comm_core.windows import table, signals, watchdog;"
+        "import sys; from comm_core.windows.launch import WINDOWS; from comm_core.windows import table, watchdog;"
         "print(sorted({'torch', 'pynvml', 'cuda'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=60)
