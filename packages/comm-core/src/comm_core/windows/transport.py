@@ -68,7 +68,9 @@ class WindowTransport(Transport):
         from comm_core.windows.launch import WINDOWS
         from comm_core.windows.session import WindowSession
 
-        module = stages.step("build", lambda: jit.load(WINDOWS, device))
+        # A cold build may take longer than a rank may be late.
+        seconds = max(request.timeout_s, _env.jit_timeout_s())
+        module = stages.step("build", lambda: jit.load(WINDOWS, device), timeout_s=seconds)
         agreed = cast("JsonObject", plan)
         form = request.environment.get("COMM_PEER_MEMORY", AUTO)
         return WindowSession(

@@ -25,7 +25,7 @@ class Watched(Protocol):
 
 
 class _Watchdog:
-    """The thread and what it watches. It holds no reference that keeps a session alive, and ends when none is left."""
+    """The thread and what it watches. It keeps no session alive, and ends when none is left."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
