@@ -106,8 +106,7 @@ void barriers(int argc, char** argv) {
   uint32_t rounds = number(argc, argv, "rounds", 1000);
   bool wait = strcmp(argument(argc, argv, "omit", ""), "wait") != 0;
   World world(ranks, 1, number(argc, argv, "start", 0));
-  // Two cells in turn: one is written again only after the next barrier, when everybody has read
-  // it.
+  // Two cells in turn: one is written again after the next barrier, when all have read it.
   uint32_t cells[2][kMaxRanks] = {};
   world.run([&](uint32_t rank, uint32_t) {
     for (uint32_t round = 1; round <= rounds; ++round) {
