@@ -13,7 +13,7 @@
 
 #include <stdint.h>
 
-#include "comm_core/signal.cuh"
+#include <comm_core/signal.cuh>
 
 namespace comm {
 
