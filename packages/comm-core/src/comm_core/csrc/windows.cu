@@ -46,7 +46,17 @@ struct comm_core_barrier_args_v1 {
   uint32_t unused;
 };
 
+struct comm_core_settle_args_v1 {
+  COMM_ARGS;
+  cudaStream_t stream;
+  const Session* session;  // host memory
+  void* destination;
+  uint64_t bytes;
+};
+
 namespace {
+
+constexpr int kSettleBlocks = 32;  // nearly always they leave at once
 
 // Enqueue one entry: the copy engines take one or two pitched levels at once, further ones are
 // enqueued one by one.
@@ -148,14 +158,25 @@ COMM_EXPORT int comm_core_barrier_v1(const comm_core_barrier_args_v1* args) {
   return COMM_OK;
 }
 
+COMM_EXPORT int comm_core_settle_v1(const comm_core_settle_args_v1* args) {
+  COMM_CHECK_ARGS(args, comm_core_settle_args_v1);
+  if (int status = check_session(args->session)) return status;
+  comm::settle_kernel<<<kSettleBlocks, comm::kExchangeThreads, 0, args->stream>>>(
+      *args->session, static_cast<char*>(args->destination), args->bytes);
+  COMM_CUDA(cudaGetLastError());
+  return COMM_OK;
+}
+
 COMM_MODULE_BEGIN
 COMM_STRUCT(comm_core_exchange_args_v1)
 COMM_STRUCT(comm_core_exchange_copies_args_v1)
 COMM_STRUCT(comm_core_barrier_args_v1)
 COMM_STRUCT(comm_core_session_v1)
+COMM_STRUCT(comm_core_settle_args_v1)
 COMM_MODULE_KERNELS
 COMM_KERNEL(comm::exchange_push_kernel)
 COMM_KERNEL(comm::exchange_open_kernel)
 COMM_KERNEL(comm::exchange_close_kernel)
 COMM_KERNEL(comm::barrier_kernel)
+COMM_KERNEL(comm::settle_kernel)
 COMM_MODULE_END(comm_core_windows)

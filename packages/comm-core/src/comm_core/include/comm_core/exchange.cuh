@@ -31,7 +31,9 @@
 
 namespace comm {
 
-constexpr uint32_t kExchangeThreads = 512;
+// Small enough that several blocks fit an SM: all blocks of all ranks that share a GPU wait for each
+// other, so they must all be on it at once (comm_core/windows/transport.py, blocks_per_peer).
+constexpr uint32_t kExchangeThreads = 256;
 
 // A window as this rank maps it, on all ranks.
 struct WindowEntry {
@@ -56,9 +58,9 @@ struct Session {
 
 static_assert(sizeof(Session) == 168, "mirrored by comm_core.windows.launch");
 
-// The record's state when a peer announced memory that does not exist: the ranks run different
-// programs.
-constexpr uint32_t kStateBadAnnouncement = 3;
+// Set in a record's operation when the peer did come, but announced memory that does not exist: the
+// ranks run different programs.
+constexpr uint32_t kBadAnnouncement = 0x80000000u;
 
 struct ExchangeParams {
   Session session;
@@ -93,8 +95,9 @@ __device__ __forceinline__ char* open_peer(const Session& session, const Call& c
       bytes <= session.windows[window].bytes - offset) {
     return reinterpret_cast<char*>(session.windows[window].address[receiver] + offset);
   }
-  stop(call, Wait::kTimedOut, receiver);
-  store_release(&session.record->state, kStateBadAnnouncement);
+  Call bad = call;
+  bad.operation |= kBadAnnouncement;
+  stop(bad, Wait::kTimedOut, receiver);
   return nullptr;
 }
 
@@ -118,7 +121,7 @@ __device__ __forceinline__ void finish(const Session& session, const Call& call,
   if (spoil) poison(destination, bytes);
 }
 
-__global__ void __launch_bounds__(kExchangeThreads)
+__global__ void __launch_bounds__(kExchangeThreads, 3)
     exchange_push_kernel(const __grid_constant__ ExchangeParams p) {
   const Session& session = p.session;
   const Call call = start(session, p.operation);
@@ -190,6 +193,16 @@ __global__ void __launch_bounds__(32)
     wait_all_done(call);
   }
   finish(session, call, p.destination, p.plan->target_bytes);
+}
+
+// After a staged destination has been copied out: spoil it where the exchange was aborted. Peers
+// may have stored into the staging memory after it was spoilt, so what was copied out says nothing.
+__global__ void __launch_bounds__(kExchangeThreads)
+    settle_kernel(const __grid_constant__ Session session, char* destination, uint64_t bytes) {
+  if (!session.poison || load_relaxed(&session.signals[session.rank]->abort.value) == 0) return;
+  uint64_t stride = uint64_t(gridDim.x) * blockDim.x;
+  for (uint64_t at = uint64_t(blockIdx.x) * blockDim.x + threadIdx.x; at < bytes; at += stride)
+    destination[at] = char(0xff);
 }
 
 // A barrier of the group. One warp.
