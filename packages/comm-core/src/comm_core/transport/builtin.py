@@ -15,6 +15,6 @@ comm_api = API_VERSION
 def comm_transports() -> list[Transport]:
     """Return the fallbacks. Negative priorities put them after everything that somebody installs on purpose."""
     return [
-        DistTransport("nccl", ("cuda",), priority=-1),
-        DistTransport("gloo", ("cpu", "cuda"), priority=-2, verified_on=("CPU processes",)),
+        DistTransport("nccl", ("cuda",), priority=-1, verified_on=("two GPUs with NVLink",)),
+        DistTransport("gloo", ("cpu", "cuda"), priority=-2, verified_on=("CPU processes", "several ranks on one GPU")),
     ]
