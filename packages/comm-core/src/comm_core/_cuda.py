@@ -33,6 +33,7 @@ __all__ = [
     "raw_stream",
     "runtime_version",
     "synchronize",
+    "wait_for_stream",
 ]
 
 
@@ -153,6 +154,13 @@ def synchronize(device: torch.device) -> None:
     """Wait for all work of `device`; there is none on a CPU."""
     if device.type == "cuda":
         source().cuda.synchronize(device)
+
+
+def wait_for_stream(device: torch.device, stream: int) -> None:
+    """Let what is enqueued on `device`'s current stream from now on wait for what `stream` (a handle) has by now."""
+    cuda = source().cuda
+    before = cuda.ExternalStream(stream, device=device) if stream else cuda.default_stream(device)
+    cuda.current_stream(device).wait_stream(before)
 
 
 _DEVICE_TEXT = re.compile(r"(cuda|cpu)(?::([0-9]+))?", re.ASCII)

@@ -7,6 +7,7 @@ from comm_core.jit.spec import ModuleSpec
 from comm_core.plugins.hookspecs import API_VERSION, hookimpl
 from comm_core.transport.dist import DistTransport
 from comm_core.transport.interface import Transport
+from comm_core.windows.launch import WINDOWS
 from comm_core.windows.transport import WindowTransport
 
 __all__ = ["comm_api", "comm_modules", "comm_transports"]
@@ -31,4 +32,4 @@ def comm_transports() -> list[Transport]:
 @hookimpl
 def comm_modules() -> tuple[ModuleSpec, ...]:
     """Return the modules of comm-core itself."""
-    return SPECS
+    return (*SPECS, WINDOWS)

@@ -5,10 +5,14 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from comm_core.jit import Module, ModuleSpec
+from comm_core.jit.spec import ModuleSpec
 from comm_core.windows.signals import MAX_RANKS
 from comm_core.windows.table import MAX_SOURCES
+
+if TYPE_CHECKING:
+    from comm_core.jit import Module
 
 __all__ = ["WINDOWS", "Calls", "SessionStruct", "WindowStruct"]
 

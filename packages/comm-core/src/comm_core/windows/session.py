@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from comm_core import _cuda
-from comm_core.errors import ArgumentValueError, GroupTimeoutError, PeerStalledError, TransportError
+from comm_core.errors import ArgumentValueError, GroupTimeoutError, PeerStalledError, UnsupportedError
 from comm_core.memory.peer import map_jointly
 from comm_core.transport import strided
 from comm_core.transport.interface import Properties, Staging, TransportSession
@@ -106,15 +106,16 @@ class WindowSession(TransportSession):
         from comm_core.memory.strided import pack_strided_memory
 
         # The owner keeps the session, and with it the mapping, alive as long as any view of the memory.
-        return pack_strided_memory(address, nbytes, nbytes, 1, torch.uint8, self._device.index, owner=self)[0]
+        ordinal = self._device.index if self._device.type == "cuda" else -1
+        return pack_strided_memory(address, nbytes, nbytes, 1, torch.uint8, ordinal, owner=self)[0]
 
     def _clear(self, address: int) -> None:
         with _cuda.device_guard(self._device):
             self._view(address, SIGNAL_BYTES).zero_()
-            torch.cuda.synchronize(self._device)
+            _cuda.synchronize(self._device)
 
     def _arm(self) -> None:
-        self._record = torch.zeros(RECORD_BYTES, dtype=torch.uint8, pin_memory=True)
+        self._record = torch.zeros(RECORD_BYTES, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
         self._record_bytes = (ctypes.c_char * RECORD_BYTES).from_address(self._record.data_ptr())
         self._table = torch.zeros(MAX_WINDOWS * WindowStruct.nbytes, dtype=torch.uint8, device=self._device)
 
@@ -122,7 +123,7 @@ class WindowSession(TransportSession):
         self._closed = True
         with _cuda.device_guard(self._device):
             # Kernels that still run end by their own deadline.
-            torch.cuda.synchronize(self._device)
+            _cuda.synchronize(self._device)
 
     def _pack(self) -> None:
         """Bring the session's struct and the device's table of windows up to date; outside of any capture."""
@@ -130,8 +131,10 @@ class WindowSession(TransportSession):
         host = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
         with _cuda.device_guard(self._device):
             self._table[: len(packed)].copy_(host)
-            torch.cuda.synchronize(self._device)
-        self._packed = ctypes.create_string_buffer(self._struct.pack(len(self.windows)))
+            _cuda.synchronize(self._device)
+        # Room for all windows, and not only those that there are: a captured call keeps the struct that it was captured
+        # with, and a peer may announce a window that was allocated since. One that does not exist has no bytes.
+        self._packed = ctypes.create_string_buffer(self._struct.pack(MAX_WINDOWS))
         self._session = ctypes.addressof(self._packed)
 
     def _self_test(self) -> None:
@@ -213,30 +216,27 @@ class WindowSession(TransportSession):
         """Return the plan's table on the device, and the table for the copy engines on the host."""
         if plan not in self._tables:
             if _cuda.is_capturing():
-                raise TransportError(
+                # Nothing was communicated, so this breaks nothing (as a TransportError would).
+                raise UnsupportedError(
                     f"{plan.operation}: this geometry is seen for the first time while a graph is captured, and its "
                     "table would have to be copied to the device: make the call once before the capture"
                 )
             data = torch.frombuffer(bytearray(compile_plan(plan).data), dtype=torch.uint8)
             whole = ctypes.create_string_buffer(compile_plan(plan, 0).data)
             self._tables[plan] = (data.to(self._device), whole)
-            torch.cuda.synchronize(self._device)
+            _cuda.synchronize(self._device)
         return self._tables[plan]
 
     def _stream(self) -> int:
         """Return the current stream, ordered after the session's last one: signals belong to one call at a time."""
         stream = _cuda.raw_stream(self._device.index)
-        if stream != self._last_stream:
-            # A captured call is ordered by whoever replays the graph; a capture must not touch other streams.
-            if self._last_stream is not None and not _cuda.is_capturing():
-                torch.cuda.current_stream(self._device).wait_stream(self._before(self._last_stream))
+        # A captured call is ordered by whoever replays the graph: a capture must not touch other streams, and its own
+        # stream has run nothing that a later call would have to wait for.
+        if stream != self._last_stream and not _cuda.is_capturing():
+            if self._last_stream is not None:
+                _cuda.wait_for_stream(self._device, self._last_stream)
             self._last_stream = stream
         return stream
-
-    def _before(self, stream: int) -> torch.cuda.Stream:
-        if stream == 0:
-            return torch.cuda.default_stream(self._device)
-        return torch.cuda.ExternalStream(stream, device=self._device)
 
     def all_gather_small(self, value: torch.Tensor, out: torch.Tensor) -> None:
         """See `TransportSession.all_gather_small`."""
@@ -298,24 +298,25 @@ class WindowSession(TransportSession):
                 f"rank {rank}: rank {stall.waited_for} announced memory that does not exist ({where}): the ranks run "
                 "different calls or versions. The communicator is broken on every rank"
             )
+        outputs = "The outputs are poisoned" if self._struct.poison else "What the outputs hold is undefined"
         who = "gave up" if stall.kind == StallKind.GAVE_UP else f"was told that rank {stall.reporter} gave up"
         return (
             f"rank {rank} {who} waiting for rank {stall.waited_for} ({where}) after {self._timeout_s:g} s "
             "(COMM_TIMEOUT_S). That rank died, skipped a call, is late, or its GPU is busy with something that never "
             "ends; kernels that are loaded while others spin can do that too (CUDA_MODULE_LOADING=EAGER avoids it). "
-            "The outputs are poisoned and the communicator is broken on every rank"
+            f"{outputs} and the communicator is broken on every rank"
         )
 
     def close(self, timeout_s: float | None = None) -> None:
         """See `TransportSession.close`. What a lost peer may still write is kept until the process ends."""
         self._closed = True
         with _cuda.device_guard(self._device):
-            torch.cuda.synchronize(self._device)
+            _cuda.synchronize(self._device)
             try:
                 self.windows.close(timeout_s)
-            except GroupTimeoutError:
-                self._teardown.abandon()
-                raise
+            except GroupTimeoutError as error:
+                text = f"{error}; so are the {self._teardown.abandon()} bytes that the session was opened with"
+                raise GroupTimeoutError(error.what, error.missing, text) from error
             self._teardown.close(timeout_s)
         self._tables.clear()
 

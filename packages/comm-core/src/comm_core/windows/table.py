@@ -30,8 +30,11 @@ MAX_LEVELS = 4
 MAX_SOURCES = 4
 PIECE_BYTES = 4096
 """Longer rows are cut into pieces of this size, so that the work divides evenly among the warps."""
+_WHOLE_BYTES = 1 << 30
+"""Even rows that are left whole are cut into pieces of this size: the device's field for a row has 32 bits."""
 _ALIGNMENT = 16
-_MAX_ROWS = 2**32 - 1
+_MAX_ROWS = 2**31 - 1
+"""The device counts rows in 32 bits, and a thread steps past the last one before it stops."""
 
 _HEADER = struct.Struct(f"QI{MAX_RANKS + 1}I0Q")
 _ENTRY = struct.Struct(f"2Q{MAX_LEVELS}Q{MAX_LEVELS}Q{MAX_LEVELS}I4I0Q")
@@ -100,7 +103,7 @@ def _entries(copy: Copy, piece_bytes: int) -> Iterator[Entry]:
     levels = list(copy.levels)
     row = copy.row_bytes
     offset = 0
-    if piece_bytes and row > piece_bytes:
+    if row > piece_bytes:
         pieces, rest = divmod(row, piece_bytes)
         yield _entry(copy, [*levels, Level(pieces, piece_bytes, piece_bytes)], piece_bytes, 0)
         offset, row = pieces * piece_bytes, rest
@@ -148,7 +151,7 @@ def compile_plan(plan: Plan, piece_bytes: int = PIECE_BYTES) -> Table:
         first.append(len(entries))
         for copy in plan.sends:
             if copy.peer == peer:
-                entries.extend(_entries(copy, piece_bytes))
+                entries.extend(_entries(copy, piece_bytes or _WHOLE_BYTES))
     first.extend([len(entries)] * (MAX_RANKS + 1 - plan.world_size))
     header = _HEADER.pack(plan.target_bytes, len(entries), *first)
     return Table(header + b"".join(entry.pack() for entry in entries), tuple(entries))

@@ -34,10 +34,13 @@ once. Three of 256 threads fit an SM (exchange_push_kernel's launch bounds), so 
 
 
 def blocks_per_peer(facts: Sequence[RankFacts]) -> int:
-    """Return the blocks of an exchange for each destination: a function of what the group agreed on alone."""
+    """Return the blocks of an exchange for each destination: a function of what the group agreed on alone.
+
+    0 where so many ranks share a GPU that their kernels would not fit it at once.
+    """
     devices = [record.device.uuid for record in facts]
     most = max(devices.count(device) for device in devices)
-    return max(1, _BLOCKS // (len(facts) * most))
+    return _BLOCKS // (len(facts) * most)
 
 
 class WindowTransport(Transport):
@@ -58,7 +61,11 @@ class WindowTransport(Transport):
         verdict = predicates.assess_peers(facts, sizes=_SIZES, allow_shared_gpu=shared)
         if not verdict.eligible:
             return verdict
-        return verdict._replace(plan={"blocks_per_peer": blocks_per_peer(facts)})
+        blocks = blocks_per_peer(facts)
+        if blocks == 0:
+            reason = f"{len(facts)} ranks share GPUs so that their kernels, which wait for each other, don't fit at once"
+            return Verdict(False, f"{reason} (more than {_BLOCKS} blocks on one)")
+        return verdict._replace(plan={"blocks_per_peer": blocks})
 
     def open(
         self, stages: Transaction, request: Request, plan: JsonObject | None, device: torch.device

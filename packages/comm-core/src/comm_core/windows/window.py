@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 from comm_core.consensus import Teardown, Transaction, joint
-from comm_core.errors import ArgumentValueError, JointValueError
+from comm_core.errors import ArgumentValueError, GroupTimeoutError, JointValueError
 from comm_core.group import Group
 from comm_core.memory.peer import Mapped, map_jointly
 from comm_core.transport.interface import Window
@@ -131,7 +131,19 @@ class WindowSet:
         return None
 
     def close(self, timeout_s: float | None) -> None:
-        """Release the windows that were added later, last one first. Collective; may be called again."""
+        """Release the windows that were added later, last one first. Collective; may be called again.
+
+        Where a rank is missing, the windows that are left are kept too; errors as in `Teardown.close`.
+        """
         while self._teardowns:
-            self._teardowns[-1].close(timeout_s)
+            try:
+                self._teardowns[-1].close(timeout_s)
+            except GroupTimeoutError as error:
+                self._teardowns.pop()
+                kept = sum(teardown.abandon() for teardown in reversed(self._teardowns))
+                self._teardowns.clear()
+                if not kept:
+                    raise
+                text = f"{error}; so are {kept} bytes of other windows"
+                raise GroupTimeoutError(error.what, error.missing, text) from error
             self._teardowns.pop()
