@@ -31,8 +31,8 @@
 
 namespace comm {
 
-// Small enough that several blocks fit an SM: all blocks of all ranks that share a GPU wait for each
-// other, so they must all be on it at once (comm_core/windows/transport.py, blocks_per_peer).
+// Small enough that several blocks fit an SM: all blocks of all ranks that share a GPU wait for
+// each other, so they must all be on it at once (comm_core/windows/transport.py, blocks_per_peer).
 constexpr uint32_t kExchangeThreads = 256;
 
 // A window as this rank maps it, on all ranks.
@@ -74,10 +74,8 @@ struct ExchangeParams {
   uint32_t unused;
 };
 
-#if defined(__CUDACC__)
-
 // This rank's operation that starts now.
-__device__ __forceinline__ Call start(const Session& session, uint32_t operation) {
+COMM_HD Call start(const Session& session, uint32_t operation) {
   const SignalBlock* own = session.signals[session.rank];
   return {session.signals, session.record,     now_ns() + session.timeout_ns,
           session.rank,    session.world_size, operation,
@@ -86,8 +84,8 @@ __device__ __forceinline__ Call start(const Session& session, uint32_t operation
 
 // Where `receiver` wants the data of this rank, once it has said so; null where it never does, or
 // where what it says can't be. One thread.
-__device__ __forceinline__ char* open_peer(const Session& session, const Call& call,
-                                           uint32_t receiver, uint64_t bytes) {
+COMM_HD char* open_peer(const Session& session, const Call& call, uint32_t receiver,
+                        uint64_t bytes) {
   uint32_t window;
   uint64_t offset;
   if (wait_ready(call, receiver, &window, &offset).wait != Wait::kReached) return nullptr;
@@ -100,6 +98,8 @@ __device__ __forceinline__ char* open_peer(const Session& session, const Call& c
   stop(bad, Wait::kTimedOut, receiver);
   return nullptr;
 }
+
+#if defined(__CUDACC__)
 
 // Fill a destination with bytes that are NaN in every floating type. All threads of one block.
 __device__ __forceinline__ void poison(char* destination, uint64_t bytes) {
