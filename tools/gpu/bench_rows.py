@@ -28,9 +28,12 @@ def add(
     where = "on one GPU" if shared else "a GPU each"
     barriers: Mapping[str, Mapping[str, float]] = found["barriers"]
     if barriers:
-        rows = [[int(ranks), times["graph"], times["eager"]] for ranks, times in barriers.items()]
-        note = "Microseconds a barrier of the group, back to back; there is no hardware floor for it."
-        section.tables.append(Table("Barrier", ["ranks", "in a graph", "eager"], _rounded(rows), note))
+        rows = [[int(ranks), times["floor"], times["graph"], times["eager"]] for ranks, times in barriers.items()]
+        note = (
+            f"Microseconds a barrier of the group, {where}, back to back; medians of batches on the slowest rank. "
+            "The floor is an empty kernel in a graph, on all ranks at once."
+        )
+        section.tables.append(Table("Barrier", ["ranks", "floor", "in a graph", "eager"], _rounded(rows), note))
     if shared:
         value = barriers.get("8", {}).get("graph")
         section.goals.append(Goal("barrier of 8 ranks on one GPU, in a graph", _round(value), barrier_goal_us, "us"))

@@ -160,8 +160,12 @@ def captured(work: Callable[[], None]) -> torch.cuda.CUDAGraph:
 
 
 def barriers(group: Any, plan: Plan) -> dict[str, float]:
-    """Time a barrier, eager and in a graph."""
+    """Time a barrier, eager and in a graph, and an empty kernel in a graph."""
+    from comm_core import jit
+    from comm_core.jit.selfcheck import SELFCHECK
+
     device = bind(group, plan.shared)
+    empty = jit.load(SELFCHECK, device).bind("comm_core_empty_v1")
     with UlyssesCommunicator(group, max_bytes=MIB, dtype=torch.bfloat16, backend="windows", device=device) as comm:
         session: Any = comm._session
 
@@ -179,8 +183,10 @@ def barriers(group: Any, plan: Plan) -> dict[str, float]:
         replays()
         eager = batches(group, session.barrier, several, 50, 2 * plan.batches + 1)
         in_graph = batches(group, session.barrier, replays, 500, 2 * plan.batches + 1)
+        kernels = captured(lambda: empty(torch.cuda.current_stream().cuda_stream, 500))
+        floor = batches(group, session.barrier, kernels.replay, 500, 2 * plan.batches + 1)
         session.check()
-    return {"eager": eager, "graph": in_graph}
+    return {"eager": eager, "graph": in_graph, "floor": floor}
 
 
 def operand(geometry: Geometry, operation: str, rank: int, ranks: int, number: int, device: torch.device) -> Any:

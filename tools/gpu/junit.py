@@ -27,7 +27,7 @@ class Outcome:
     """
 
     counts: dict[str, Counter[str]] = field(default_factory=dict[str, "Counter[str]"])
-    seconds: Counter[str] = field(default_factory=Counter)
+    seconds: dict[str, float] = field(default_factory=dict[str, float])
     failed: dict[str, str] = field(default_factory=dict[str, str])
     skipped: Counter[str] = field(default_factory=Counter)
     slowest: list[tuple[float, str]] = field(default_factory=list[tuple[float, str]])
@@ -76,7 +76,7 @@ def read(path: Path) -> Outcome | None:
             elif child.tag == "skipped" and kind == "passed":
                 kind, what = "skipped", first
         outcome.counts.setdefault(file, Counter())[kind] += 1
-        outcome.seconds[file] += seconds
+        outcome.seconds[file] = outcome.seconds.get(file, 0.0) + seconds
         times.append((round(seconds, 1), name))
         if kind == "failed":
             outcome.failed[name] = what[:300]

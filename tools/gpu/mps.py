@@ -118,10 +118,9 @@ def _ask(control: str, environment: Mapping[str, str], command: str, timeout_s: 
 
 def _stop(control: str, environment: Mapping[str, str], folder: Path, timeout_s: float) -> str:
     """Stop the daemon: first by asking, which waits for its clients, then by force; return how it went."""
-    pids = _processes(folder)
-    if not pids:
-        return "it was not running"
     asked = _ask(control, environment, "quit", timeout_s)
+    if asked is None and not _processes(folder):
+        return "it was not running"
     deadline = time.monotonic() + (timeout_s if asked is not None else 1.0)
     while time.monotonic() < deadline:
         if not _processes(folder):
