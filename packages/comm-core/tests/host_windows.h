@@ -59,113 +59,57 @@ inline void copy_to(const PlanTable* plan, uint32_t peer, char* target, const ch
     }
 }
 
-inline bool wait_or_leave(const Session& session, const uint32_t* flag, uint32_t epoch, uint32_t peer,
-                          uint32_t operation) {
-    SignalBlock* own = session.signals[session.rank];
-    Wait outcome = wait_flag(flag, epoch, &own->abort.value, now_ns() + session.timeout_ns);
-    if (outcome == Wait::kReached) return true;
-    if (outcome == Wait::kTimedOut) {
-        give_up(session.signals, session.rank, session.world_size, peer, operation, epoch, session.record);
-    } else {
-        note_abort(own, operation, epoch, session.record);
-    }
-    return false;
-}
-
-inline bool running(const Session& session) { return load_relaxed(&session.signals[session.rank]->abort.value) == 0; }
-
-inline uint32_t next_epoch(const Session& session) {
-    return load_relaxed(&session.signals[session.rank]->epoch.value) + 1;
-}
-
-inline void announce_to_all(const ExchangeParams& p, uint32_t epoch) {
-    for (uint32_t peer = 0; peer < p.session.world_size; ++peer) {
-        if (peer == p.session.rank) continue;
-        Announcement* ready = &p.session.signals[peer]->ready[p.session.rank];
-        ready->window = p.window;
-        ready->offset = p.window_offset;
-        store_release(&ready->epoch, epoch);
-    }
-}
-
-inline char* open_peer(const ExchangeParams& p, uint32_t peer, uint32_t epoch) {
-    const Session& session = p.session;
-    const Announcement* ready = &session.signals[session.rank]->ready[peer];
-    if (!wait_or_leave(session, &ready->epoch, epoch, peer, p.operation)) return nullptr;
-    const WindowEntry& window = session.windows[ready->window];
-    if (ready->window < session.num_windows && ready->offset <= window.bytes &&
-        p.plan->target_bytes <= window.bytes - ready->offset) {
-        return reinterpret_cast<char*>(window.address[peer] + ready->offset);
-    }
-    give_up(session.signals, session.rank, session.world_size, peer, p.operation, epoch, session.record);
-    store_release(&session.record->state, kStateBadAnnouncement);
-    return nullptr;
-}
-
-inline void leave(const Session& session, uint32_t epoch, uint32_t operation, char* destination, uint64_t bytes) {
-    SignalBlock* own = session.signals[session.rank];
-    if (!running(session)) {
-        note_abort(own, operation, epoch, session.record);
-        if (session.poison && bytes) memset(destination, 0xff, bytes);
-    }
-    store_release(&own->epoch.value, epoch);
+inline void finish(const Session& session, const Call& call, char* destination, uint64_t bytes) {
+    bool broken = aborted(call);
+    if (leave(call, 1) && broken && session.poison && bytes) memset(destination, 0xff, bytes);
 }
 
 inline void exchange_push_kernel(const ExchangeParams& p) {
     const Session& session = p.session;
-    uint32_t epoch = next_epoch(session);
-    if (running(session)) announce_to_all(p, epoch);
-    for (uint32_t step = 1; step <= session.world_size && running(session); ++step) {
+    const Call call = start(session, p.operation);
+    if (!aborted(call)) announce_to_all(call, p.window, p.window_offset);
+    for (uint32_t step = 1; step <= session.world_size && !aborted(call); ++step) {
         uint32_t peer = (session.rank + step) % session.world_size;
         bool remote = peer != session.rank;
-        char* target = remote ? open_peer(p, peer, epoch) : p.destination;
+        char* target = remote ? open_peer(session, call, peer, p.plan->target_bytes) : p.destination;
         if (target == nullptr) break;
         copy_to(p.plan, peer, target, p.sources);
-        if (remote) store_release(&session.signals[peer]->done[session.rank].value, epoch);
+        if (remote) mark_done(call, peer);
     }
-    for (uint32_t peer = 0; peer < session.world_size; ++peer) {
-        if (peer == session.rank) continue;
-        wait_or_leave(session, &session.signals[session.rank]->done[peer].value, epoch, peer, p.operation);
-    }
-    leave(session, epoch, p.operation, p.destination, p.plan->target_bytes);
+    wait_all_done(call);
+    finish(session, call, p.destination, p.plan->target_bytes);
 }
 
 inline void exchange_open_kernel(const ExchangeParams& p) {
-    if (!running(p.session)) return;
-    uint32_t epoch = next_epoch(p.session);
-    announce_to_all(p, epoch);
+    const Call call = start(p.session, p.operation);
+    if (aborted(call)) return;
+    announce_to_all(call, p.window, p.window_offset);
     for (uint32_t peer = 0; peer < p.session.world_size; ++peer) {
-        if (peer != p.session.rank) open_peer(p, peer, epoch);
+        if (peer != p.session.rank) open_peer(p.session, call, peer, p.plan->target_bytes);
     }
 }
 
 inline void exchange_close_kernel(const ExchangeParams& p) {
-    const Session& session = p.session;
-    uint32_t epoch = next_epoch(session);
-    if (running(session)) {
-        for (uint32_t peer = 0; peer < session.world_size; ++peer) {
-            if (peer != session.rank) store_release(&session.signals[peer]->done[session.rank].value, epoch);
+    const Call call = start(p.session, p.operation);
+    if (!aborted(call)) {
+        for (uint32_t peer = 0; peer < p.session.world_size; ++peer) {
+            if (peer != p.session.rank) mark_done(call, peer);
         }
-        for (uint32_t peer = 0; peer < session.world_size; ++peer) {
-            if (peer == session.rank) continue;
-            wait_or_leave(session, &session.signals[session.rank]->done[peer].value, epoch, peer, p.operation);
-        }
+        wait_all_done(call);
     }
-    leave(session, epoch, p.operation, p.destination, p.plan->target_bytes);
+    finish(p.session, call, p.destination, p.plan->target_bytes);
 }
 
 inline void barrier_kernel(const Session& session, uint32_t operation) {
-    uint32_t epoch = next_epoch(session);
-    if (running(session)) {
-        for (uint32_t peer = 0; peer < session.world_size; ++peer) {
-            if (peer != session.rank) store_release(&session.signals[peer]->arrived[session.rank].value, epoch);
-        }
-        for (uint32_t peer = 0; peer < session.world_size; ++peer) {
-            if (peer == session.rank) continue;
-            wait_or_leave(session, &session.signals[session.rank]->arrived[peer].value, epoch, peer, operation);
-        }
+    const Call call = start(session, operation);
+    barrier(call);
+    finish(session, call, nullptr, 0);
+}
+
+inline void settle_kernel(const Session& session, char* destination, uint64_t bytes) {
+    if (session.poison && load_relaxed(&session.signals[session.rank]->abort.value) != 0) {
+        memset(destination, 0xff, bytes);
     }
-    leave(session, epoch, operation, nullptr, 0);
 }
 
 }  // namespace comm

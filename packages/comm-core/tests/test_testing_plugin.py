@@ -40,7 +40,7 @@ def run(tmp_path):
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             env={**clean, "PYTHONPATH": os.pathsep.join(paths), **environment},
-            timeout=90,
+            timeout=115,
             text=True,
         )
         return done.returncode, done.stdout

@@ -242,6 +242,7 @@ class Transaction:
         undo: Callable[[_T], None] | None = None,
         *,
         shared_bytes: int = 0,
+        timeout_s: float | None = None,
     ) -> _T:
         """Run one step on every rank. Collective.
 
@@ -251,11 +252,13 @@ class Transaction:
             undo: takes `make`'s value down again; called at most once successfully.
             shared_bytes: bytes of this rank's memory that peers may write once the step is over; such memory is
                 never released unless the whole group agrees that it is not used any more.
+            timeout_s: deadline of this step in seconds, for one that may take longer than others (a build); None is
+                the transaction's.
 
         Raises:
             JointError: the step failed on some rank; everything is being taken down.
         """
-        return self.step_shared(name, make, lambda _: None, undo, shared_bytes=shared_bytes)[0]
+        return self.step_shared(name, make, lambda _: None, undo, shared_bytes=shared_bytes, timeout_s=timeout_s)[0]
 
     def step_shared(
         self,
@@ -265,6 +268,7 @@ class Transaction:
         undo: Callable[[_T], None] | None = None,
         *,
         shared_bytes: int = 0,
+        timeout_s: float | None = None,
     ) -> tuple[_T, list[Json]]:
         """Like `step`, and return also what each rank shares of its value (`share`), in rank order."""
         record = _Step(name, None, shared_bytes, done=True)
@@ -278,7 +282,8 @@ class Transaction:
 
         self._agreed = False
         what = f"{self._what}: {name}"
-        result = _run(self.group, what, run, share, JointError, self._timeout_s)
+        seconds = self._timeout_s if timeout_s is None else timeout_s
+        result = _run(self.group, what, run, share, JointError, seconds)
         self._agreed = True
         return result
 

@@ -7,7 +7,6 @@ that into a failure.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,11 +25,9 @@ pytestmark = pytest.mark.gpu
 @pytest.fixture(scope="module")
 def shared_ranks() -> Iterator[RankPool]:
     """Ranks with gloo groups, any number of them on a GPU."""
-    os.environ["COMM_ALLOW_SHARED_GPU"] = "1"
     pool = RankPool(8, preload=["pytest", "hypothesis"])
     yield pool
     pool.close()
-    del os.environ["COMM_ALLOW_SHARED_GPU"]
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +46,8 @@ class TestGlooOnCuda(TransportContract):
     world_sizes = (2, 4)
 
     @pytest.fixture
-    def ranks(self, shared_ranks: RankPool) -> RankPool:
+    def ranks(self, shared_ranks: RankPool, monkeypatch: pytest.MonkeyPatch) -> RankPool:
+        monkeypatch.setenv("COMM_ALLOW_SHARED_GPU", "1")  # the pool passes it on with every run
         return shared_ranks
 
 

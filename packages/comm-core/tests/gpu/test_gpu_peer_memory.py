@@ -197,10 +197,16 @@ def test_the_form_is_chosen_by_trying(ranks: RankPool) -> None:
     assert alone == form == "vmm_fd", reason
 
 
+def allocate_by(setting: str) -> None:
+    """Change torch's allocator; the function has moved."""
+    set_it: Any = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    (set_it or torch.cuda.memory._set_allocator_settings)(setting)
+
+
 def share_tensors(process_group: Any) -> None:
     group = as_group(process_group)
     device = bind(group, PLACES[-1])
-    torch.cuda.memory._set_allocator_settings("expandable_segments:False")
+    allocate_by("expandable_segments:False")
     torch.cuda.empty_cache()
     tensors = [torch.full((1024,), 100 * group.rank + place, dtype=torch.int32, device=device) for place in range(3)]
     torch.cuda.synchronize()
@@ -227,7 +233,7 @@ def export_expandable(process_group: Any) -> str:
     group = as_group(process_group)
     device = bind(group, "one GPU")
     torch.cuda.empty_cache()
-    torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+    allocate_by("expandable_segments:True")
     try:
         tensor = torch.empty(64 << 20, dtype=torch.uint8, device=device)
         with pytest.raises(UnsupportedError) as caught:
@@ -241,7 +247,7 @@ def export_expandable(process_group: Any) -> str:
         return str(caught.value)
     finally:
         torch.cuda.empty_cache()
-        torch.cuda.memory._set_allocator_settings("expandable_segments:False")
+        allocate_by("expandable_segments:False")
 
 
 def test_expandable_segments_are_refused_and_disturb_nothing(ranks: RankPool) -> None:

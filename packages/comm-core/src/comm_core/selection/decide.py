@@ -96,8 +96,6 @@ def choose(
     request: Request,
     considered: Sequence[Considered],
     facts: Sequence[RankFacts],
-    *,
-    shared_gpu: bool = False,
 ) -> Decision:
     """Return the decision: the first eligible transport.
 
@@ -105,6 +103,8 @@ def choose(
         UlyssesBackendError: a backend was asked for by name and is not eligible, or nothing is.
     """
     recorded = any(item.recorded for item in facts)
+    uuids = [item.device.uuid for item in facts if item.device.uuid]
+    shared_gpu = request.allow_shared_gpu and request.device_type == "cuda" and len(set(uuids)) < len(uuids)
     for item in considered:
         if item.eligible:
             return Decision(

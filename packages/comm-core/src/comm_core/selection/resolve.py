@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeVar, cast
 
@@ -91,7 +91,7 @@ def resolve(group: Group, asked: Asked, plugins: Registry | None = None) -> Deci
     facts = _gather_facts(group, asked.what, merged, plugins, device)
     verdicts = decide.assess_all(merged, plugins.transports, facts)
     digests = group.gather(f"{asked.what}: verdicts", decide.considered_digests(verdicts))
-    decision = decide.choose(request, decide.agree(verdicts, digests), facts, shared_gpu=_shared_gpu(merged, facts))
+    decision = decide.choose(request, decide.agree(verdicts, digests), facts)
     _log.info("%s: %s (%s)", asked.what, decision.backend, decision.reason)
     return decision
 
@@ -241,10 +241,3 @@ def _bounded(call: Callable[[], _T], seconds: float) -> tuple[_T | None, str]:
     if box:
         return box[0], ""
     return None, errors[0] if errors else f"no answer within {seconds:g} s"
-
-
-def _shared_gpu(merged: Merged, facts: Sequence[RankFacts]) -> bool:
-    if not merged.request.allow_shared_gpu or merged.request.device_type != "cuda":
-        return False
-    uuids = [item.device.uuid for item in facts if item.device.uuid]
-    return len(set(uuids)) < len(uuids)

@@ -24,8 +24,8 @@ def comm_transports() -> list[Transport]:
     return [
         WindowTransport("windows", copy_engines=False),
         WindowTransport("windows-ce", copy_engines=True),
-        DistTransport("nccl", ("cuda",), priority=-1),
-        DistTransport("gloo", ("cpu", "cuda"), priority=-2, verified_on=("CPU processes",)),
+        DistTransport("nccl", ("cuda",), priority=-1, verified_on=("two GPUs with NVLink",)),
+        DistTransport("gloo", ("cpu", "cuda"), priority=-2, verified_on=("CPU processes", "several ranks on one GPU")),
     ]
 
 

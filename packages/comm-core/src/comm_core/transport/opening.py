@@ -6,6 +6,7 @@ import logging
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from comm_core import _cuda
 from comm_core.consensus import Transaction, describe
 from comm_core.errors import GroupTimeoutError, UlyssesBackendError
 from comm_core.group import Group
@@ -68,7 +69,8 @@ def open_transport(group: Group, resolved: Decision, device: torch.device) -> Op
 
 def _open(group: Group, decision: Decision, device: torch.device) -> TransportSession:
     """Open one transport. It fails on all ranks or on none, however its `open` fails on this one."""
-    with Transaction(group, f"open transport {decision.backend!r}") as stages:
+    # The caller's current device may be another one: a stream or a kernel of it would be the wrong one.
+    with _cuda.device_guard(device), Transaction(group, f"open transport {decision.backend!r}") as stages:
         # In a step, because a plugin can have been unregistered on this rank alone since the decision.
         transport = stages.step("find", lambda: registry().transport(decision.backend))
         session = transport.open(stages, decision.request, decision.plan, device)

@@ -30,12 +30,15 @@ WINDOWS = ModuleSpec(
         "comm_core_exchange_copies_args_v1": f"II4P{MAX_SOURCES}Q{MAX_RANKS}QQ2I0Q",
         # stream, session; operation, unused
         "comm_core_barrier_args_v1": "II2P2I0Q",
+        # stream, session, destination, bytes
+        "comm_core_settle_args_v1": "II2PQQ0Q",
         "comm_core_session_v1": f"II2I{MAX_RANKS}Q3Q0Q",
     },
     entry_points={
         "comm_core_exchange_v1": "comm_core_exchange_args_v1",
         "comm_core_exchange_copies_v1": "comm_core_exchange_copies_args_v1",
         "comm_core_barrier_v1": "comm_core_barrier_args_v1",
+        "comm_core_settle_v1": "comm_core_settle_args_v1",
     },
 )
 """Twin: csrc/windows.cu."""
@@ -87,6 +90,7 @@ class Calls:
         self._exchange = module.bind("comm_core_exchange_v1")
         self._copies = module.bind("comm_core_exchange_copies_v1")
         self._barrier = module.bind("comm_core_barrier_v1")
+        self._settle = module.bind("comm_core_settle_v1")
 
     def exchange(
         self,
@@ -126,3 +130,7 @@ class Calls:
     def barrier(self, stream: int, session: int, operation: int) -> None:
         """Launch a barrier."""
         self._barrier(stream, session, operation, 0)
+
+    def settle(self, stream: int, session: int, destination: int, nbytes: int) -> None:
+        """Spoil a destination that was copied out of staging, where the exchange was aborted."""
+        self._settle(stream, session, destination, nbytes)

@@ -208,9 +208,10 @@ class WindowSession(TransportSession):
         if plan.covers_target:
             target = strided.byte_view(destination, 0, plan.target_bytes)
             target.copy_(window.local[: plan.target_bytes])
-            return
-        written = [_same_place(copy) for copy in plan.receives]
-        strided.copy_local(written, (window.local,), destination)
+        else:
+            written = [_same_place(copy) for copy in plan.receives]
+            strided.copy_local(written, (window.local,), destination)
+        self._calls.settle(self._stream(), self._session, destination.data_ptr(), plan.target_bytes)
 
     def _compiled(self, plan: Plan) -> tuple[torch.Tensor, Any]:
         """Return the plan's table on the device, and the table for the copy engines on the host."""

@@ -45,8 +45,12 @@ class Operation(IntEnum):
         return cls.__members__.get(name.upper(), cls.OTHER)
 
 
+_BAD_ANNOUNCEMENT = 0x80000000
+"""Set in a record's operation. Twin: include/comm_core/exchange.cuh, kBadAnnouncement."""
+
+
 class StallKind(IntEnum):
-    """What a stall record says. Append only."""
+    """What a stall record says. 0 to 2 are the record's state."""
 
     NONE = 0
     GAVE_UP = 1
@@ -88,4 +92,5 @@ def read_stall(record: bytes | bytearray | memoryview) -> Stall | None:
     state, operation, epoch, waited_for, reporter, *_ = _RECORD.unpack_from(record)
     if state == StallKind.NONE:
         return None
-    return Stall(StallKind(state), operation, epoch, waited_for, reporter)
+    kind = StallKind.BAD_ANNOUNCEMENT if operation & _BAD_ANNOUNCEMENT else StallKind(state)
+    return Stall(kind, operation & ~_BAD_ANNOUNCEMENT, epoch, waited_for, reporter)

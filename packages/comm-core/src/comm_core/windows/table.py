@@ -99,7 +99,7 @@ class Table:
 
 
 def _entries(copy: Copy, piece_bytes: int) -> Iterator[Entry]:
-    """Yield the entries of one copy: long rows become a level of pieces, and what is left over another entry."""
+    """Yield the entries of one copy: long rows become a level of pieces, what is left over an entry of its own."""
     levels = list(copy.levels)
     row = copy.row_bytes
     offset = 0

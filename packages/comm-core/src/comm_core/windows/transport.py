@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 __all__ = ["WindowTransport", "blocks_per_peer"]
 
 _SIZES = tuple(range(2, MAX_RANKS + 1))
-_BLOCKS = 128
-"""Blocks of all ranks' kernels that share one GPU. They wait for each other, so all of them must fit the GPU at once;
-an A100 (108 SMs) holds two of 512 threads on each SM."""
+_BLOCKS = 256
+"""Blocks of all ranks' kernels that share one GPU. They wait for each other, so all of them must be on the GPU at
+once. Three of 256 threads fit an SM (exchange_push_kernel's launch bounds), so 256 need 86 SMs; an A100 has 108."""
 
 
 def blocks_per_peer(facts: Sequence[RankFacts]) -> int:
@@ -77,7 +77,9 @@ class WindowTransport(Transport):
         from comm_core.windows.launch import WINDOWS
         from comm_core.windows.session import WindowSession
 
-        module = stages.step("build", lambda: jit.load(WINDOWS, device))
+        # A cold build may take longer than a rank may be late.
+        seconds = max(request.timeout_s, _env.jit_timeout_s())
+        module = stages.step("build", lambda: jit.load(WINDOWS, device), timeout_s=seconds)
         agreed = cast("JsonObject", plan)
         form = request.environment.get("COMM_PEER_MEMORY", AUTO)
         return WindowSession(

@@ -1,0 +1,136 @@
+"""``python -m gpu.sanitizer_case``: two ranks that use every kernel of windows once, for compute-sanitizer.
+
+Rank 0 is the process that is started; it starts rank 1. Both compare what arrives and print ``rank N: ok``. Without
+MPS the ranks take turns on the GPU, and a sanitizer makes kernels many times slower: the deadline is scaled to that.
+
+``--plant`` is the control: rank 1 stores past the end of its memory, which a sanitizer that sees it must report.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from comm_core import UlyssesCommunicator, jit
+from comm_core.jit.selfcheck import SELFCHECK
+from comm_core.testing import reference
+
+_RANKS = 2
+_TIMEOUT_S = "300"
+
+
+def device_of(rank: int) -> torch.device:
+    """Make a rank's device current and return it."""
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def operand(rank: int, number: int) -> torch.Tensor:
+    """Return an operand whose rows are no multiple of 16 bytes, for vectors of all widths; on the host."""
+    return reference.make_input(number, rank, (2, 5, 6, 7), torch.bfloat16)
+
+
+def whole_heads(comm: UlyssesCommunicator, direct: bool) -> None:
+    """Scatter and gather, into windows or through staging."""
+    every = [operand(rank, 1) for rank in range(_RANKS)]
+    scattered = reference.scatter_heads(every)[comm.rank]
+    x = every[comm.rank].to(comm.device)
+    y = comm.allocate_output(x, "scatter_heads") if direct else torch.empty_like(scattered, device=comm.device)
+    comm.scatter_heads(x, out=y)
+    reference.assert_same_bits(y.cpu(), scattered)
+    z = comm.allocate_output(y, "gather_heads") if direct else torch.empty_like(x)
+    comm.gather_heads(y, out=z)
+    reference.assert_same_bits(z.cpu(), every[comm.rank])
+
+
+def head_chunk(comm: UlyssesCommunicator) -> None:
+    """Exchange one band of heads: three sources into one output, and an output of which only a band is written."""
+    parts = [[operand(rank, number) for rank in range(_RANKS)] for number in (2, 3, 4)]
+    query, key, value = (part[comm.rank].to(comm.device) for part in parts)
+    out = comm.scatter_qkv_head_chunk(query, key, value, head_offset=1, head_count=2)
+    expected = reference.scatter_qkv_head_chunk(*parts, head_offset=1, head_count=2)
+    reference.assert_same_bits(out.cpu(), expected[comm.rank])
+    shape = (2, 10, 2, 7)
+    bands = [reference.make_input(5, rank, shape, torch.bfloat16) for rank in range(_RANKS)]
+    before = [operand(rank, 6) for rank in range(_RANKS)]
+    whole = before[comm.rank].to(comm.device)
+    comm.gather_output_head_chunk(bands[comm.rank].to(comm.device), local_heads=3, head_offset=1, out=whole)
+    after = reference.gather_output_head_chunk(bands, before, local_heads=3, head_offset=1)
+    reference.assert_same_bits(whole.cpu(), after[comm.rank])
+
+
+def small_gather(comm: UlyssesCommunicator) -> None:
+    """Gather a few bytes and meet at a barrier."""
+    session: Any = comm._session
+    value = torch.arange(37, dtype=torch.uint8, device=comm.device) + 100 * comm.rank
+    out = torch.zeros(_RANKS * 37, dtype=torch.uint8, device=comm.device)
+    session.all_gather_small(value, out)
+    session.barrier()
+    torch.cuda.synchronize()
+    session.check()
+    expected = torch.cat([torch.arange(37, dtype=torch.uint8) + 100 * rank for rank in range(_RANKS)])
+    assert torch.equal(out.cpu(), expected), out
+
+
+def run_rank(rank: int, store: Any) -> None:
+    """Run everything once, over the SMs and over the copy engines."""
+    device = device_of(rank)
+    timeout = timedelta(seconds=float(_TIMEOUT_S))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=_RANKS, timeout=timeout)
+    for backend in ("windows", "windows-ce"):
+        with UlyssesCommunicator(max_bytes=1 << 16, dtype=torch.bfloat16, backend=backend, device=device) as comm:
+            whole_heads(comm, direct=True)
+            whole_heads(comm, direct=False)
+            head_chunk(comm)
+            small_gather(comm)
+            torch.cuda.synchronize()
+    dist.destroy_process_group()
+    print(f"rank {rank}: ok", flush=True)
+
+
+def plant(rank: int) -> None:
+    """Store one word past the end of an allocation, on rank 1."""
+    device = device_of(rank)
+    memory = torch.zeros(64, dtype=torch.int32, device=device)
+    fill = jit.load(SELFCHECK, device).bind("comm_core_fill_v1")
+    fill(torch.cuda.current_stream().cuda_stream, memory.data_ptr(), 64 + rank, 7)
+    torch.cuda.synchronize()
+
+
+def main() -> None:
+    """Be a rank."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--plant", action="store_true")
+    parser.add_argument("--port", type=int, help="of rank 0's store: be rank 1")
+    options = parser.parse_args()
+    os.environ |= {"COMM_ALLOW_SHARED_GPU": "1", "COMM_TIMEOUT_S": _TIMEOUT_S, "GLOO_SOCKET_IFNAME": "lo"}
+    first = options.port is None
+    store: Any = dist.TCPStore(
+        "127.0.0.1", options.port or 0, None, first, timedelta(seconds=float(_TIMEOUT_S)), wait_for_workers=False
+    )
+    other = None
+    if first:
+        again = [sys.executable, "-m", "gpu.sanitizer_case", *sys.argv[1:], "--port", str(store.port)]
+        other = subprocess.Popen(again, stdin=subprocess.DEVNULL)
+    try:
+        if options.plant:
+            plant(0 if first else 1)
+        else:
+            run_rank(0 if first else 1, store)
+        code = 0 if other is None else other.wait(float(_TIMEOUT_S))
+    finally:
+        if other is not None and other.poll() is None:
+            other.kill()
+    raise SystemExit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,311 @@
+"""The parts of the check. Each runs in processes of its own that have a hard end, and no part depends on another."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from gpu import junit, mps
+from gpu.processes import ROOT, Done, run
+from gpu.report import Goal, Section, Table
+
+__all__ = ["SECTIONS", "Context", "sanitizer_errors"]
+
+_SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard")
+_BARRIER_GOAL_US = 15.0
+_CALL_GOAL_US = 3.0
+_BUILD_GOAL_S = 10.0
+_START_GOAL_MS = 50.0
+
+
+@dataclass(frozen=True)
+class Context:
+    """What every part is given.
+
+    Attributes:
+        folder: for whatever it writes; removed at the end.
+        environment: of its children.
+        gpus: how many there are.
+        quick: whether to do less.
+    """
+
+    folder: Path
+    environment: Mapping[str, str]
+    gpus: int
+    quick: bool
+
+    def changed(self, **changes: str) -> Context:
+        """Return it with further variables in the environment."""
+        return replace(self, environment={**self.environment, **changes})
+
+    def on_one_gpu(self) -> Context:
+        """Return it with only the first GPU in sight."""
+        first = self.environment.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+        return self.changed(CUDA_VISIBLE_DEVICES=first or "0")
+
+    def run(self, name: str, command: Sequence[str], timeout_s: float, interrupt_s: float = 0.0) -> Done:
+        """Run a command, with what it prints in a file of that name."""
+        log = self.folder / f"{name}.log"
+        done = run(command, environment=self.environment, timeout_s=timeout_s, log=log, interrupt_s=interrupt_s)
+        if done.code != 0:
+            print(f"--- {name}: {done.verdict}; the end of what it printed:\n{done.tail}\n---", flush=True)
+        return done
+
+
+def _module(name: str, *arguments: str) -> list[str]:
+    return [sys.executable, "-m", name, *arguments]
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+# Tests
+
+
+def _pytest(
+    context: Context, section: Section, name: str, paths: Sequence[str], timeout_s: float, *options: str
+) -> None:
+    """Run tests and add what they came to."""
+    results = context.folder / f"{name}.xml"
+    # The settings of the workspace's own pytest are not used: they name plugins that need not be there.
+    command = _module("pytest", "-c", os.devnull, f"--rootdir={ROOT}", "-p", "comm_core.testing.plugin")
+    command += ["-p", "no:cacheprovider", "--import-mode=importlib", "-W", "error", "-q", "-rfE", "--tb=short"]
+    command += [f"--junitxml={results}", "--comm-deadline=120", *options, *paths]
+    done = context.changed(COMM_REQUIRE_GPU="1").run(name, command, timeout_s, interrupt_s=20)
+    outcome = junit.read(results)
+    if outcome is None:
+        section.fail(f"{name}: {done.verdict}, without results")
+        return
+    section.tables += outcome.tables(name)
+    for test, what in outcome.failed.items():
+        section.fail(f"{test}: {what}")
+    if done.code is None:
+        section.fail(f"{name}: {done.verdict}; {outcome.total('passed')} tests had passed")
+    elif done.code != 0 and not outcome.failed:
+        section.fail(f"{name}: {done.verdict}")
+    elif outcome.total("passed") == 0:
+        section.fail(f"{name}: no test ran")
+
+
+def _test_folders() -> list[str]:
+    return [str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("packages/*/tests/gpu"))]
+
+
+def _less(context: Context) -> list[str]:
+    return ["-k", "not leak and not cycles"] if context.quick else []
+
+
+_KILLS = "--ignore-glob=*_kill.py"
+
+
+def _note_mps(section: Section, service: mps.Mps) -> None:
+    if not service.active:
+        section.notes.append(f"Without MPS, so that ranks on one GPU took turns: {service.why}.")
+
+
+def tests(context: Context, section: Section) -> None:
+    """Run the tests with all ranks on one GPU."""
+    sizes = "2,8" if context.quick else "2,4,6,8"
+    context = context.on_one_gpu()
+    with mps.running(context.environment) as service:
+        _note_mps(section, service)
+        context = replace(context, environment=service.environment).changed(GPU_CHECK_SIZES=sizes)
+        _pytest(context, section, "one GPU", _test_folders(), 75 if context.quick else 300, _KILLS, *_less(context))
+    section.notes += [f"MPS was stopped: {service.stopped}."] if service.stopped.startswith("killed") else []
+
+
+def links(context: Context, section: Section) -> None:
+    """Run the tests with the ranks spread over the GPUs, and the transports of torch.distributed."""
+    if context.gpus < 2:
+        section.status, section.why = "skipped", ["there is one GPU"]
+        return
+    sizes = ",".join(map(str, sorted({2, context.gpus, 8})))
+    folders = _test_folders()
+    plain = [str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("packages/*/tests/gpu/test_gpu_dist.py"))]
+    # NCCL is tested as it is used: one process on each GPU, no MPS.
+    _pytest(context, section, "torch.distributed", plain, 120)
+    with mps.running(context.environment) as service:
+        _note_mps(section, service)
+        inside = replace(context, environment=service.environment).changed(GPU_CHECK_SIZES=sizes)
+        options = [_KILLS, "--ignore-glob=*test_gpu_dist.py", *_less(context)]
+        _pytest(inside, section, "across GPUs", folders, 75 if context.quick else 300, *options)
+
+
+def kill(context: Context, section: Section) -> None:
+    """Kill a rank that is at work."""
+    # Under MPS, what happens to the others is undefined.
+    section.notes.append("Without MPS: ranks on one GPU take turns.")
+    files = [str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("packages/*/tests/gpu/*_kill.py"))]
+    _pytest(context.changed(GPU_CHECK_KILL="1"), section, "SIGKILL", files, 120)
+
+
+# The sanitizer
+
+
+def sanitizer_errors(text: str) -> int | None:
+    """Return how many errors compute-sanitizer reports in all its summaries, or None where it made none."""
+    found = [int(errors or hazards) for errors, hazards in _SUMMARY.findall(text)]
+    return sum(found) if found else None
+
+
+def sanitizer(context: Context, section: Section) -> None:
+    """Run two ranks under compute-sanitizer."""
+    program = shutil.which("compute-sanitizer", path=context.environment.get("PATH"))
+    if program is None:
+        section.status, section.why = "skipped", ["compute-sanitizer is not installed"]
+        return
+    # Allocations of their own size, so that a step past the end of a tensor is one past the end of an allocation.
+    context = context.on_one_gpu().changed(PYTORCH_NO_CUDA_MEMORY_CACHING="1")
+    case = _module("gpu.sanitizer_case")
+    # Alone first: the case itself must pass, and the compiler must not run under the sanitizer.
+    done = context.run("sanitizer case, alone", case, 90)
+    if done.code != 0 or done.text.count(": ok") != 2:
+        section.fail(f"the case does not pass by itself: {done.verdict}")
+        return
+    tools = ["memcheck", "synccheck"] if context.quick else ["memcheck", "synccheck", "racecheck"]
+    runs = {tool: (tool, case) for tool in tools} | {"a planted error": ("memcheck", [*case, "--plant"])}
+
+    def check(item: tuple[str, tuple[str, list[str]]]) -> tuple[str, Done]:
+        name, (tool, command) = item
+        options = [program, "--tool", tool, "--target-processes", "all", "--error-exitcode", "9"]
+        return name, context.run(f"sanitizer, {name}", [*options, *command], 150)
+
+    # At the same time: most of it is the start of Python and the patching of kernels, on the host.
+    with ThreadPoolExecutor(len(runs)) as pool:
+        finished = dict(pool.map(check, runs.items()))
+    rows: list[list[Any]] = []
+    for name, done in finished.items():
+        errors = sanitizer_errors(done.text)
+        rows.append([name, errors, round(done.seconds, 1)])
+        if name == "a planted error":
+            # Rank 1 makes it: a sanitizer that does not follow child processes would see nothing.
+            if not errors or "Invalid __global__ write" not in done.text:
+                section.fail("the sanitizer does not report a planted write out of bounds: its silence means nothing")
+        elif done.code != 0 or errors != 0 or done.text.count(": ok") != 2:
+            section.fail(f"{name}: {errors} errors, {done.verdict}")
+    note = "Two ranks, windows and windows-ce: direct and staged outputs, head chunks, a small gather, a barrier."
+    section.tables.append(Table("compute-sanitizer", ["run", "errors", "seconds"], rows, note))
+
+
+# The JIT
+
+
+def jit(context: Context, section: Section) -> None:
+    """Build, load and launch the self-check, and time the way there."""
+    done = context.run("jit self-check", _module("comm_core.jit"), 120)
+    if done.code != 0:
+        section.fail(f"python -m comm_core.jit: {done.verdict}")
+        return
+    found = json.loads(done.text[done.text.index("{") :])
+    rows = [[key, value] for key, value in found.items() if not isinstance(value, dict)]
+    rows += [[f"{key}: {inner}", value] for key in ("calls", "warm start") for inner, value in found[key].items()]
+    section.tables.append(Table("Self-check module", ["", ""], rows))
+    section.goals.append(
+        Goal("a call of an empty entry from Python, on top of the launch",
+             found["calls"]["on top of the launch, us"], _CALL_GOAL_US, "us")
+    )  # fmt: skip
+
+
+def build(context: Context, section: Section) -> None:
+    """Time a first build and a warm start."""
+    results = context.folder / "build.json"
+    done = context.run("build", _module("gpu.bench_jit", str(results)), 150)
+    found = _read_json(results)
+    if done.code != 0 or found is None:
+        section.fail(f"the build's timing: {done.verdict}")
+        return
+    whole, start = sum(found["cold"].values()), sum(found["warm"].values())
+    rows = [[f"first build of {name}, s", round(seconds, 2)] for name, seconds in found["cold"].items()]
+    rows += [[f"warm start, all modules: {name}, ms", round(value, 1)] for name, value in found["warm"].items()]
+    section.tables.append(Table(f"All modules of comm-core for {';'.join(found['archs'])}", ["", ""], rows))
+    section.goals += [
+        Goal(
+            "first build of all modules of comm-core on 2 cores, one architecture",
+            round(whole, 2),
+            _BUILD_GOAL_S,
+            "s",
+        ),
+        Goal("warm start of all modules of comm-core", round(start, 1), _START_GOAL_MS, "ms"),
+    ]
+
+
+# Benchmarks
+
+
+def bench(context: Context, section: Section) -> None:
+    """Time windows with all ranks on one GPU."""
+    with mps.running(context.on_one_gpu().environment) as service:
+        if not service.active:
+            section.status = "skipped"
+            section.why = [f"without MPS the times would be those of taking turns: {service.why}"]
+            return
+        _bench(replace(context, environment=service.environment), section, "shared")
+
+
+def bench_links(context: Context, section: Section) -> None:
+    """Time windows and NCCL with a GPU for each rank."""
+    if context.gpus < 2:
+        section.status, section.why = "skipped", ["there is one GPU"]
+        return
+    _bench(context, section, "links")
+
+
+def _bench(context: Context, section: Section, where: str) -> None:
+    results = context.folder / f"bench-{where}.json"
+    command = _module("gpu.bench_windows", "--where", where, "--json", str(results))
+    command += ["--quick"] if context.quick else []
+    done = context.run(f"bench, {where}", command, 60 if context.quick else 170)
+    found = _read_json(results)
+    if found is not None:
+        add_bench(section, found, where == "shared")
+    if done.code != 0:
+        section.fail(f"the benchmark: {done.verdict}")
+
+
+def add_bench(section: Section, found: Mapping[str, Any], shared: bool) -> None:
+    """Add what ``gpu.bench_windows`` found as tables and goals."""
+    from gpu import bench_rows
+
+    for name, error in found["errors"].items():
+        section.fail(f"{name}: {error}")
+    bench_rows.add(section, found, shared, barrier_goal_us=_BARRIER_GOAL_US, call_goal_us=_CALL_GOAL_US)
+
+
+SECTIONS: Mapping[str, tuple[str, Callable[[Context, Section], None]]] = {
+    "jit": ("JIT self-check", jit),
+    "build": ("First build and warm start", build),
+    "tests": ("Tests, all ranks on one GPU", tests),
+    "links": ("Tests across GPUs", links),
+    "kill": ("SIGKILL of a rank", kill),
+    "sanitizer": ("compute-sanitizer", sanitizer),
+    "bench": ("Benchmarks, all ranks on one GPU", bench),
+    "bench-links": ("Benchmarks, a GPU for each rank", bench_links),
+}
+"""Name for ``--only`` -> title and function, in the order in which they run."""
+
+
+def execute(name: str, context: Context) -> Section:
+    """Run one part; whatever goes wrong in it is its failure and nobody else's."""
+    title, function = SECTIONS[name]
+    section = Section(name, title)
+    with contextlib.suppress(KeyboardInterrupt):
+        try:
+            function(context, section)
+        except Exception as error:
+            section.fail(f"{type(error).__name__}: {error}")
+        return section
+    section.fail("interrupted")
+    return section
