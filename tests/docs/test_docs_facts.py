@@ -72,6 +72,7 @@ def read(root):
 # Environment
 
 
+CORE = "packages/comm-core/src/comm_core"
 VARIABLE = re.compile(r"\bCOMM_[A-Z]+(?:_[A-Z]+)*\b")
 
 
@@ -195,13 +196,15 @@ def test_the_numbers_in_the_windows_page_are_the_code_s(read):
     assert f"At most {MAX_RANKS} ranks, {MAX_SOURCES} sources, {MAX_LEVELS} levels" in text
     assert f"longer than {PIECE_BYTES >> 10} KiB" in text
     blocks = blocks_per_peer(topologies.nvlink_mesh(2)) * 2
-    assert f"within {blocks} blocks" in text
+    threads = one(r"kExchangeThreads = (\d+);", read(f"{CORE}/include/comm_core/exchange.cuh"))
+    fit = int(one(r"__launch_bounds__\(kExchangeThreads, (\d)\)", read(f"{CORE}/include/comm_core/exchange.cuh")))
+    assert f"within {blocks} blocks of {threads} threads" in text
+    assert fit == 3 and "Three such blocks fit an SM" in text and f"needs {-(-blocks // fit)} SMs" in text
     record = read("docs/adr/0008-launches-follow-from-the-facts.md")
-    assert f"{blocks} blocks of 512 threads" in record
-    shared = blocks_per_peer(topologies.same_gpu(topologies.nvlink_mesh(8)))
-    assert f"{blocks // 2} for two ranks on two GPUs, {shared} for eight on one" in record
-    assert blocks_per_peer(topologies.same_gpu(topologies.nvlink_mesh(11))) > 0
-    assert blocks_per_peer(topologies.same_gpu(topologies.nvlink_mesh(12))) == 0
+    assert f"{blocks} blocks of {threads} threads" in record
+    assert f"a shared GPU needs {-(-blocks // fit)} SMs" in record
+    eight, sixteen = (blocks_per_peer(topologies.same_gpu(topologies.nvlink_mesh(n))) for n in (8, 16))
+    assert f"{blocks // 2} for two ranks on two GPUs, {eight} for eight on one, {sixteen} for sixteen" in record
 
 
 def test_what_was_verified_is_said_everywhere_alike(read):

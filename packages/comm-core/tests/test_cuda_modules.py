@@ -18,8 +18,8 @@ from comm_core.jit import ModuleSpec
 from comm_core.jit.cache import Artifact
 from comm_core.jit.selfcheck import SELFCHECK
 from comm_core.testing import cubin
+from comm_core.windows import transport
 from comm_core.windows.launch import WINDOWS
-from comm_core.windows.transport import blocks_per_peer
 
 PACKAGE = Path(comm_core.__file__).parent
 
@@ -53,22 +53,27 @@ def test_it_is_as_every_module_must_be(built: tuple[ModuleSpec, Artifact]) -> No
 
 
 def test_as_many_blocks_fit_a_gpu_as_the_launch_counts_on(built: tuple[ModuleSpec, Artifact]) -> None:
-    """Ranks that share a GPU wait for each other's blocks: two blocks of an exchange must fit each SM at once.
+    """Ranks that share a GPU wait for each other's blocks: all must be on it at once, or half of them never start.
 
-    Every supported SM has 65,536 registers, given out by 256 to a warp; more of them in the kernel would leave room
-    for one block, and half of the ranks that wait would never start.
+    Every supported SM has 65,536 registers, given out by 256 to a warp, and room for 48 warps at least; an A100 has
+    108 SMs, the fewest of the GPUs that are shared.
     """
     spec, library = built
     if spec is not WINDOWS:
         return
     text = (PACKAGE / "include" / "comm_core" / "exchange.cuh").read_text(encoding="utf-8")
-    threads = int(re.findall(r"kExchangeThreads = (\d+);", text)[0])
-    pushes = [item for item in cubin.kernel_usage(library.log.read_text()) if "exchange_push_kernel" in item.name]
-    assert len(pushes) == 5
+    (threads,) = re.findall(r"kExchangeThreads = (\d+);", text)
+    (fit,) = re.findall(r"__launch_bounds__\(kExchangeThreads, (\d+)\)\s+exchange_push_kernel", text)
+    warps = int(fit) * int(threads) // 32
+    pushes = [
+        item
+        for item in cubin.kernel_usage(library.log.read_text(encoding="utf-8"))
+        if "exchange_push_kernel" in item.name
+    ]
+    assert len(pushes) == 5 and warps <= 48
     for item in pushes:
-        by_warp = -(-item.registers * 32 // 256) * 256
-        assert 2 * by_warp * (threads // 32) <= 65536, item
-    assert blocks_per_peer.__doc__  # the promise is made there
+        assert warps * (-(-item.registers * 32 // 256) * 256) <= 65536, item
+    assert 108 * int(fit) >= transport._BLOCKS
 
 
 def test_the_headers_of_protocols_stand_alone_on_a_host(tmp_path: Path) -> None:

@@ -25,7 +25,9 @@ def comm_transports() -> list[Transport]:
         WindowTransport("windows", copy_engines=False),
         WindowTransport("windows-ce", copy_engines=True),
         DistTransport("nccl", ("cuda",), priority=-1, verified_on=("two GPUs with NVLink",)),
-        DistTransport("gloo", ("cpu", "cuda"), priority=-2, verified_on=("CPU processes", "several ranks on one GPU")),
+        DistTransport(
+            "gloo", ("cpu", "cuda"), priority=-2, verified_on=("CPU processes", "several ranks on one GPU")
+        ),
     ]
 
 

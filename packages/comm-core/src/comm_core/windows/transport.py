@@ -36,7 +36,7 @@ once. Three of 256 threads fit an SM (exchange_push_kernel's launch bounds), so 
 def blocks_per_peer(facts: Sequence[RankFacts]) -> int:
     """Return the blocks of an exchange for each destination: a function of what the group agreed on alone.
 
-    0 where so many ranks share a GPU that their kernels would not fit it at once.
+    At least 1 for every group that the tables of the device have room for, even with all ranks on one GPU.
     """
     devices = [record.device.uuid for record in facts]
     most = max(devices.count(device) for device in devices)
@@ -61,13 +61,7 @@ class WindowTransport(Transport):
         verdict = predicates.assess_peers(facts, sizes=_SIZES, allow_shared_gpu=shared)
         if not verdict.eligible:
             return verdict
-        blocks = blocks_per_peer(facts)
-        if blocks == 0:
-            reason = (
-                f"{len(facts)} ranks share GPUs so that their kernels, which wait for each other, don't fit at once"
-            )
-            return Verdict(False, f"{reason} (more than {_BLOCKS} blocks on one)")
-        return verdict._replace(plan={"blocks_per_peer": blocks})
+        return verdict._replace(plan={"blocks_per_peer": blocks_per_peer(facts)})
 
     def open(
         self, stages: Transaction, request: Request, plan: JsonObject | None, device: torch.device
