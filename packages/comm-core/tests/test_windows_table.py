@@ -26,7 +26,7 @@ from comm_core.windows.table import PIECE_BYTES, compile_plan
 
 PACKAGE = Path(comm_core.__file__).parent
 INCLUDE = PACKAGE / "include"
-QUICK = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+QUICK = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def build(folder: Path) -> ctypes.CDLL:
@@ -96,25 +96,33 @@ def ulysses_plans(draw: Any) -> Plan:
 
 @st.composite
 def any_plans(draw: Any) -> Plan:
-    """A plan of copies that no operation makes: levels in any order of pitches, with gaps on both sides."""
+    """A plan of copies that no operation makes: levels in any order of pitches, with gaps on both sides.
+
+    All sizes are multiples of one unit, but for a few of half of it: so each of them is now and then what decides the
+    width of a vector.
+    """
+    unit = draw(st.sampled_from([1, 2, 4, 8, 16]))
+
+    def size(least: int, most: int) -> int:
+        return draw(st.integers(least, most)) * (max(1, unit // 2) if draw(st.integers(0, 7)) == 0 else unit)
 
     def pitches(repeats: list[int], row: int) -> list[int]:
-        found, pitch = [0] * len(repeats), row + draw(st.integers(0, 9))
+        found, pitch = [0] * len(repeats), row + size(0, 9)
         for at in draw(st.permutations(range(len(repeats)))):
             found[at] = pitch
-            pitch = pitch * repeats[at] + draw(st.integers(0, 9))
+            pitch = pitch * repeats[at] + size(0, 9)
         return found
 
     copies: list[Copy] = []
-    at = 0
+    at = size(0, 9)
     for peer in range(2):
         for _ in range(draw(st.integers(0, 2))):
             repeats = draw(st.lists(st.integers(1, 4), max_size=3))
-            row = draw(st.integers(1, 40))
+            row = size(1, 12)
             levels = tuple(map(Level, repeats, pitches(repeats, row), pitches(repeats, row)))
-            copy = Copy(peer, draw(st.integers(0, 3)), draw(st.integers(0, 33)), at, levels, row)
+            copy = Copy(peer, draw(st.integers(0, 3)), size(0, 9), at, levels, row)
             copies.append(copy)
-            at = copy.target_end + draw(st.integers(0, 9))
+            at = copy.target_end + size(0, 9)
     return Plan("any", 0, 2, tuple(copies), (), 4, max(at, 1), False)
 
 
