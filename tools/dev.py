@@ -52,21 +52,15 @@ if __name__ == "__main__" and python_problem(sys.version_info[:2]):
 
 
 ROOT = Path(__file__).resolve().parent.parent
+STATE = "comm-dev.json"
+"""File in the environment that says what was made, and whether making it was finished."""
 FORMAT = 1
 """Number of the layout of the environment; raising it rebuilds everyone's."""
 
 BUILD_BACKEND = ("hatchling", "editables")
 """What an editable install of the packages needs; installed first, so that no build downloads its own copy."""
 
-DEV_TOOLS = (
-    "build",
-    "clang-format",
-    "pyright[nodejs]",
-    "pytest",
-    "pytest-timeout",
-    "ruff",
-    "towncrier",
-)
+DEV_TOOLS = ("build", "clang-format", "pyright[nodejs]", "pytest", "pytest-timeout", "ruff", "towncrier")
 """Lint, test and release tools; `constraints.txt` has their versions."""
 
 EXTRAS = {"comm-core": "cuda,demo,test"}
@@ -75,7 +69,8 @@ EXTRAS = {"comm-core": "cuda,demo,test"}
 RUNTIME_MODULES = ("packaging", "pluggy", "rich", "torch", "typer")
 """What the packages import; all of it must be there to run from source."""
 
-Digest = str
+VENV_PACKAGE = f"python{sys.version_info[0]}.{sys.version_info[1]}-venv"
+"""Debian's package of `venv` for this interpreter."""
 
 
 class DevError(Exception):
@@ -161,9 +156,6 @@ def write_state(venv: Path, state: dict[str, object]) -> None:
     temporary = venv / (STATE + ".new")
     temporary.write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
     temporary.replace(venv / STATE)
-
-
-STATE = "comm-dev.json"
 
 
 # -- One at a time ------------------------------------------------------------------------------------------------
@@ -307,7 +299,7 @@ class Venv:
         # As long as it says "building", a run that finds it starts anew: what a killed pip leaves can't be trusted.
         write_state(self.path, {**before, "state": "building"})
         try:
-            self._install(before, wanted)
+            self._install(before)
         except DevError:
             # pip reported the failure and put back what it had removed, so another try may go on from here.
             write_state(self.path, {**before, "state": "stale"})
@@ -333,22 +325,19 @@ class Venv:
         base = getattr(sys, "_base_executable", None) or sys.executable
         self._step("making the virtual environment", [base, "-m", "venv", str(self.path)])
 
-    def _install(self, before: dict[str, object], wanted: dict[str, object]) -> None:
+    def _install(self, before: dict[str, object]) -> None:
         pip = [str(self.python), "-m", "pip"]
         install = [*pip, "install", "--constraint", "constraints.txt"]
         recorded = before.get("packages")
-        gone = sorted(
-            set(recorded if isinstance(recorded, list) else []) - {f.name for f in package_folders(self.root)}
-        )
+        names = [folder.name for folder in package_folders(self.root)]
+        gone = [name for name in recorded if name not in names] if isinstance(recorded, list) else []
         if gone:
             # Their entry points would stay, and lead to nothing.
             self._step(f"removing {', '.join(gone)}", [*pip, "uninstall", "--yes", *gone])
         say("step 2 of 3: install the build backend")
         self._step("installing the build backend", [*install, *BUILD_BACKEND])
         say("step 3 of 3: install the packages and the tools (at first some hundred megabytes, most of it torch)")
-        editable: list[str] = []
-        for folder in package_folders(self.root):
-            editable += ["--editable", f"packages/{folder.name}[{EXTRAS.get(folder.name, 'test')}]"]
+        editable = [word for name in names for word in ("--editable", f"packages/{name}[{EXTRAS.get(name, 'test')}]")]
         self._step("installing the packages", [*install, "--no-build-isolation", *DEV_TOOLS, *editable])
         self._step("checking the installation", [*pip, "check"])
 
@@ -387,12 +376,8 @@ def venv_problem() -> str | None:
         return None
     return (
         f"{sys.executable} can't make a virtual environment, it lacks {' and '.join(missing)}. On Debian and Ubuntu: "
-        f"apt-get install python3-venv (for a Python beside the system's own: {_venv_package()})"
+        f"apt-get install python3-venv (for a Python beside the system's own: {VENV_PACKAGE})"
     )
-
-
-def _venv_package() -> str:
-    return f"python{sys.version_info[0]}.{sys.version_info[1]}-venv"
 
 
 def install_venv_module(problem: str) -> bool:
@@ -405,7 +390,7 @@ def install_venv_module(problem: str) -> bool:
         return False
     say(f"{problem}. Doing that now, since this is root")
     variables = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-    for command in ([apt, "update"], [apt, "install", "--yes", "--no-install-recommends", _venv_package()]):
+    for command in ([apt, "update"], [apt, "install", "--yes", "--no-install-recommends", VENV_PACKAGE]):
         done = subprocess.run(
             command, env=variables, stdin=subprocess.DEVNULL, stdout=sys.stderr.fileno(), check=False
         )

@@ -5,7 +5,12 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
+import pytest
+
 import workspace
+
+# Environments and builds take long on a busy machine.
+pytestmark = pytest.mark.timeout(300)
 
 FROZEN = workspace.ROOT / "tests" / "packaging" / "fixtures" / "frozen_plugin_api_1_0"
 DIGEST = "07595fcf96be808e3494417032792f314c43f61a0333c0407578b495a3124025"

@@ -13,6 +13,9 @@ import pytest
 import new_plugin
 import workspace
 
+# Environments and builds take long on a busy machine.
+pytestmark = pytest.mark.timeout(300)
+
 
 @pytest.fixture
 def tree(tmp_path):
@@ -53,7 +56,6 @@ def test_it_is_clean_and_typed(tree):
     assert "0 errors, 0 warnings" in output
 
 
-@pytest.mark.timeout(300)
 def test_its_own_tests_pass(core, sample, venv):
     """Installed beside comm-core it is discovered, decides, and passes the contract suite over real ranks."""
     venv.install(core.wheel, sample.wheel)

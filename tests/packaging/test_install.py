@@ -10,6 +10,9 @@ import pytest
 
 import workspace
 
+# Environments and builds take long on a busy machine.
+pytestmark = pytest.mark.timeout(300)
+
 ONLY_IN_EXTRAS = ("cuda-bindings", "cuda-pathfinder", "hypothesis", "matplotlib", "nvidia-ml-py", "pytest")
 
 REPORT = """

@@ -13,6 +13,9 @@ import pytest
 
 import workspace
 
+# Environments and builds take long on a busy machine.
+pytestmark = pytest.mark.timeout(300)
+
 IDENTITY = {
     f"GIT_{who}_{what}": text for who in ("AUTHOR", "COMMITTER") for what, text in (("NAME", "A"), ("EMAIL", "a@b"))
 }
@@ -105,7 +108,6 @@ def with_plugin(with_core):
     return repository
 
 
-@pytest.mark.timeout(300)
 def test_a_dry_run_tries_everything_and_changes_nothing(repository):
     """One can look before one releases."""
     before = repository.state()
@@ -116,7 +118,6 @@ def test_a_dry_run_tries_everything_and_changes_nothing(repository):
     assert repository.state() == before
 
 
-@pytest.mark.timeout(300)
 def test_comm_core_is_released(with_core):
     """The development version becomes a release with notes, a tag on its commit, and two files."""
     repository = with_core
@@ -134,7 +135,6 @@ def test_comm_core_is_released(with_core):
     ]
 
 
-@pytest.mark.timeout(300)
 def test_a_plugin_is_released_on_its_own(with_plugin):
     """It is tried with the tree's comm-core, which has moved on, and with the one that it claims as its floor."""
     repository = with_plugin
@@ -147,7 +147,6 @@ def test_a_plugin_is_released_on_its_own(with_plugin):
     assert repository.git("worktree", "list").count("\n") == 0
 
 
-@pytest.mark.timeout(300)
 def test_a_plugin_that_needs_more_than_its_floor_is_not_released(with_plugin):
     """It passes with the comm-core beside it and fails with its floor: nothing is left of the attempt."""
     repository = with_plugin

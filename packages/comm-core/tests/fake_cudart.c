@@ -32,8 +32,9 @@ enum {
   VIOLATION = 719, /* of a rule that the real runtime does not check */
 };
 
-#define HEADER 4096 /* bytes before the memory: the number of mappings that other processes have \
-                     */
+#define HEADER                                                                      \
+  4096 /* bytes before the memory: the number of mappings that other processes have \
+        */
 #define RECORDS 4096
 #define DEVICES 8
 #define MAGIC 0x63756461u

@@ -306,7 +306,7 @@ def test_errors_that_are_not_nvml_s_are_unknown_too():
     """A6: a binding without a function, text that does not decode, bytes where newer bindings give text."""
 
     class Odd(FakeNvml):
-        nvmlSystemGetDriverVersion = None
+        nvmlSystemGetDriverVersion = None  # type: ignore[assignment]
 
         def nvmlDeviceGetName(self, handle):
             return b"NVIDIA H200"

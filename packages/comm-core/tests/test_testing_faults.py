@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -132,34 +133,36 @@ def test_a_fault_on_one_rank_ends_the_same_way_on_all_and_leaves_nothing(ranks, 
         # A close that fails once is tried again; wrong bytes are seen by the rank that got them, and by it alone.
         fine = fault is None or kind == "late" or fault.stage in ("exchange", "close")
         assert [result["step"] for result in results] == ["done" if fine else "open"] * size, (fault, results)
-        for rank, result in enumerate(results):
-            assert result["wrong"] == (
-                fault is not None and fault.stage == "exchange" and kind == "wrong_data" and fault.rank == rank
-            ), (fault, rank)
-            assert fine or f"rank {fault.rank}" in result["error"], (fault, result)
+        # One error for all, that names the rank; a rank that is waited for, or is elsewhere, would make another.
+        # (Between two steps the others learn of it at their next one; the text then says "at different steps".)
+        errors = {result["error"] for result in results}
+        assert len(errors) == 1 or (fault is not None and fault.stage == "open"), (fault, results)
+        assert fine or all(f"rank {fault.rank}" in error for error in errors), (fault, results)
+        wrong = fault is not None and fault.stage == "exchange" and kind == "wrong_data"
+        expected = [wrong and fault.rank == rank for rank in range(size)]
+        assert [result["wrong"] for result in results] == expected, fault
 
 
 @pytest.mark.parametrize(
     ("stage", "kind"),
-    [(stage, "exit") for stage in STAGES if stage != "exchange"]
-    + [(stage, "hang") for stage in ("import", "map", "close")],
+    [(stage, "exit") for stage in STAGES if stage != "exchange"] + [(stage, "hang") for stage in ("map", "close")],
 )
 def test_a_rank_that_is_gone_is_named_by_the_others(ranks, stage, kind):
     """B4: nobody waits longer than the deadline for a rank that died or hangs, at any stage."""
     outcomes = ranks.run_outcomes(
-        use, [Fault(stage, 1, kind)], ranks=3, env={"COMM_TIMEOUT_S": "0.7"}, timeout_s=4, fresh=True
+        use, [Fault(stage, 1, kind)], ranks=3, env={"COMM_TIMEOUT_S": "1"}, timeout_s=5, fresh=True
     )
     assert outcomes[1].kind == {"exit": "died", "hang": "timeout"}[kind]
     assert kind == "hang" or outcomes[1].exit_code == EXIT_CODE
     for outcome in (outcomes[0], outcomes[2]):
         assert outcome.kind == "value", outcome.text
         assert "GroupTimeoutError" in outcome.value["error"]
-        assert "rank 1" in outcome.value["error"]
+        assert re.search(r"no word from ranks? 1\b", outcome.value["error"])
 
 
 def test_a_probe_that_hangs_is_a_fact_and_not_a_missing_rank(ranks):
     """B2: the rank goes on without it, and the group refuses the transport together."""
-    results = ranks.run(use, [Fault("probe", 1, "hang")], ranks=2, env={"COMM_TIMEOUT_S": "0.7"}, fresh=True)
+    results = ranks.run(use, [Fault("probe", 1, "hang")], ranks=2, env={"COMM_TIMEOUT_S": "3"}, fresh=True)
     assert [result["step"] for result in results] == ["open", "open"]
     assert results[0]["error"] == results[1]["error"]
     assert "rank 1: the probe of 'fake' gave" in results[0]["error"]

@@ -40,7 +40,7 @@ def run(tmp_path):
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             env={**clean, "PYTHONPATH": os.pathsep.join(paths), **environment},
-            timeout=90,
+            timeout=115,
             text=True,
         )
         return done.returncode, done.stdout
@@ -205,7 +205,11 @@ def leave_a_thread(group):
 def test_fine(ranks):
     ranks.run(leave_a_thread, ranks=1)
 """
-    conftest = "from comm_core.testing import ranks\nranks.RankPool.close.__defaults__ = (1.0,)\n"
+    conftest = """
+from comm_core.testing import plugin, ranks
+plugin.RANKS = 1
+ranks.RankPool.close.__defaults__ = (1.0,)
+"""
     code, output = run(body, conftest=conftest)
     assert code == 1
     assert "1 passed, 1 error" in output

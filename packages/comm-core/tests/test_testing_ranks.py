@@ -412,7 +412,9 @@ if __name__ == "__main__":
 def test_ranks_end_with_the_process_that_started_them_and_run_functions_of_a_script(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    paths = os.pathsep.join(path for path in sys.path if path)
+    # A process that is killed leaves its temporary folder behind.
+    environment = {**os.environ, "PYTHONPATH": paths, "TMPDIR": str(tmp_path)}
     done = subprocess.run(
         [sys.executable, "-W", "error", script], stdout=subprocess.PIPE, env=environment, timeout=60, text=True
     )

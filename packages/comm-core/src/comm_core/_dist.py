@@ -145,7 +145,9 @@ def all_to_all_bytes(
 
 def all_gather_bytes(output: torch.Tensor, input_: torch.Tensor, group: ProcessGroup) -> Work:
     """Concatenate the ranks' flat contiguous uint8 tensors of equal length in rank order. Collective."""
-    return cast("Work", dist.all_gather_into_tensor(output, input_, group=group, async_op=True))
+    # torch 2.13 renamed it and warns about the old name, which is the only one that 2.11 has.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return cast("Work", gather(output, input_, group=group, async_op=True))
 
 
 def barrier(group: ProcessGroup, device: torch.device) -> Work:

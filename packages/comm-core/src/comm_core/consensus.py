@@ -190,13 +190,16 @@ class Teardown:
         return kept
 
 
-def _attempt(step: _Step) -> Exception | None:
+def _attempt(step: _Step) -> BaseException | None:
     if step.done:
         return None
     try:
         if step.undo is not None:
             step.undo()
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        # SystemExit too: the others wait for this rank's word.
         return error
     step.done = True
     return None

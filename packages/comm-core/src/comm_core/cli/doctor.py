@@ -176,8 +176,7 @@ def _transports(found: Check, plugins: Registry) -> None:
                 "installed": transport is not None,
                 "usable": usable,
                 "reason": reason,
-                # A plugin that was made for an older comm-core has no such attribute.
-                "verified_on": list(getattr(transport, "verified_on", ())),
+                "verified_on": [] if transport is None else list(transport.verified_on),
             }
         )
 

@@ -16,7 +16,18 @@ from comm_core._json import Json
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["Sheet", "columns", "console", "emit_json", "listed", "paragraph", "quiet_stdout", "ranks_text", "yes_no"]
+__all__ = [
+    "Sheet",
+    "columns",
+    "console",
+    "emit_json",
+    "listed",
+    "note",
+    "paragraph",
+    "quiet_stdout",
+    "ranks_text",
+    "yes_no",
+]
 
 
 class _Trimmed(io.TextIOBase):
@@ -101,6 +112,13 @@ def paragraph(title: str, lines: Sequence[str], out: Console) -> None:
     for line in lines:
         grid.add_row("-", line)
     out.print(Padding(grid, (0, 0, 1, 2)))
+
+
+def note(text: str, out: Console) -> None:
+    """Print `text` below a table, indented as it is, and an empty line."""
+    from rich.padding import Padding
+
+    out.print(Padding(text, (0, 0, 1, 2)))
 
 
 def yes_no(value: bool | None) -> str:

@@ -164,9 +164,7 @@ def _links(facts: Sequence[RankFacts], out: Console) -> None:
 
 
 def _legend(items: Iterable[tuple[str, str]], out: Console) -> None:
-    from rich.padding import Padding
-
-    out.print(Padding("; ".join(f"{word} = {text}" for word, text in items), (0, 0, 1, 2)))
+    output.note("; ".join(f"{word} = {text}" for word, text in items), out)
 
 
 def _distance(record: RankFacts, peer: RankFacts) -> str:

@@ -174,8 +174,6 @@ def _exchange(result: Mapping[str, Any], out: Console) -> None:
 
 
 def _times(result: Mapping[str, Any], out: Console) -> None:
-    from rich.padding import Padding
-
     phases: dict[str, float] = result["seconds_per_layer"]
     floor = result["floor"]
     table = output.Sheet(
@@ -192,7 +190,7 @@ def _times(result: Mapping[str, Any], out: Console) -> None:
             f"much in memory, on all ranks at once, takes {floor['seconds_per_layer'] * 1e3:.2f} ms "
             f"({floor['memcpy_bytes_per_s'] / 1e9:.1f} GB/s): no transport can be faster."
         )
-        out.print(Padding(text, (0, 0, 1, 2)))
+        output.note(text, out)
 
 
 def _comparison(result: Mapping[str, Any], out: Console) -> None:

@@ -177,7 +177,7 @@ def gpu_count() -> int:
     """
     if not any(path.exists() for path in _NVIDIA):
         return 0
-    code = "import torch; print(torch.cuda.device_count() if torch.distributed.is_nccl_available() else 0)"
+    code = "import torch; print(torch.cuda.device_count())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from comm_core import known
 from comm_core._json import Json, JsonObject, digest
-from comm_core.errors import CommError, UlyssesBackendError
+from comm_core.consensus import describe
+from comm_core.errors import UlyssesBackendError
 from comm_core.selection.decision import Considered, Decision
 from comm_core.selection.request import Merged, Offer
 from comm_core.topology import predicates
@@ -53,10 +54,11 @@ def _assess(transport: Transport, offer: Offer, request: Request, facts: Sequenc
     try:
         verdict = Verdict(*transport.assess(request, facts))
         digest(verdict.plan)
-    except CommError as error:
-        return Considered(transport.name, False, f"its assessment failed: {error}")
-    except Exception as error:
-        return Considered(transport.name, False, f"its assessment failed: {type(error).__name__}: {error}")
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        # It must end in a verdict on this rank too, or the others wait for its digests.
+        return Considered(transport.name, False, f"its assessment failed: {describe(error)}")
     return Considered(transport.name, bool(verdict.eligible), str(verdict.reason), verdict.plan)
 
 
@@ -94,8 +96,6 @@ def choose(
     request: Request,
     considered: Sequence[Considered],
     facts: Sequence[RankFacts],
-    *,
-    shared_gpu: bool = False,
 ) -> Decision:
     """Return the decision: the first eligible transport.
 
@@ -103,6 +103,8 @@ def choose(
         UlyssesBackendError: a backend was asked for by name and is not eligible, or nothing is.
     """
     recorded = any(item.recorded for item in facts)
+    uuids = [item.device.uuid for item in facts if item.device.uuid]
+    shared_gpu = request.allow_shared_gpu and request.device_type == "cuda" and len(set(uuids)) < len(uuids)
     for item in considered:
         if item.eligible:
             return Decision(

@@ -64,10 +64,7 @@ class Outlook:
         Raises:
             UlyssesBackendError: the backend that was asked for can't be used, or nothing can.
         """
-        request = self.merged.request
-        uuids = [item.device.uuid for item in self.facts if item.device.uuid]
-        shared = request.allow_shared_gpu and request.device_type == "cuda" and len(set(uuids)) < len(uuids)
-        return decide.choose(request, self.considered, self.facts, shared_gpu=shared)
+        return decide.choose(self.merged.request, self.considered, self.facts)
 
 
 def look(facts: Sequence[RankFacts], plugins: Registry, wanted: Wanted, *, timeout_s: float = 60.0) -> Outlook:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeVar, cast
 
@@ -91,7 +91,7 @@ def resolve(group: Group, asked: Asked, plugins: Registry | None = None) -> Deci
     facts = _gather_facts(group, asked.what, merged, plugins, device)
     verdicts = decide.assess_all(merged, plugins.transports, facts)
     digests = group.gather(f"{asked.what}: verdicts", decide.considered_digests(verdicts))
-    decision = decide.choose(request, decide.agree(verdicts, digests), facts, shared_gpu=_shared_gpu(merged, facts))
+    decision = decide.choose(request, decide.agree(verdicts, digests), facts)
     _log.info("%s: %s (%s)", asked.what, decision.backend, decision.reason)
     return decision
 
@@ -119,7 +119,9 @@ def _own_request(group: Group, asked: Asked, plugins: Registry | None) -> tuple[
         identity = _device_identity(asked.device)
     except Exception as error:
         errors.append(f"device {asked.device} can't be asked for its identity: {describe(error)}")
+    offers, missing = _offers(plugins)
     names = {*known.TRANSPORTS} | ({backend} - {"auto"})
+    missing.update({name: plugins.why_missing(name) for name in names if name not in plugins.transports})
     request = RankRequest(
         backend=backend,
         device_type="" if asked.device is None else asked.device.type,
@@ -130,8 +132,8 @@ def _own_request(group: Group, asked: Asked, plugins: Registry | None) -> tuple[
         max_bytes=asked.max_bytes,
         options=asked.options,
         environment=environment,
-        plugins={name: _offer(item) for name, item in plugins.transports.items()},
-        missing={name: plugins.why_missing(name) for name in names if name not in plugins.transports},
+        plugins=offers,
+        missing=missing,
         versions={"comm-core": __version__},
         errors=tuple(errors),
     )
@@ -142,8 +144,21 @@ def _own_request(group: Group, asked: Asked, plugins: Registry | None) -> tuple[
     return request, plugins
 
 
-def _offer(transport: Transport) -> Offer:
-    return Offer(transport.version, transport.wire, transport.priority, transport.experimental)
+def _offers(plugins: Registry) -> tuple[dict[str, Offer], dict[str, str]]:
+    """Return what this rank has, and why it lacks a transport that can't even say what it is."""
+    offers: dict[str, Offer] = {}
+    missing: dict[str, str] = {}
+    for name, transport in plugins.transports.items():
+        try:
+            offer = Offer(transport.version, transport.wire, int(transport.priority), bool(transport.experimental))
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            # A descriptor is the plugin's code, and nothing of a plugin may keep this rank from the first gather.
+            missing[name] = f"its description can't be read: {describe(error)}"
+        else:
+            offers[name] = offer
+    return offers, missing
 
 
 def _environment(group: Group) -> dict[str, str]:
@@ -225,10 +240,3 @@ def _bounded(call: Callable[[], _T], seconds: float) -> tuple[_T | None, str]:
     if box:
         return box[0], ""
     return None, errors[0] if errors else f"no answer within {seconds:g} s"
-
-
-def _shared_gpu(merged: Merged, facts: Sequence[RankFacts]) -> bool:
-    if not merged.request.allow_shared_gpu or merged.request.device_type != "cuda":
-        return False
-    uuids = [item.device.uuid for item in facts if item.device.uuid]
-    return len(set(uuids)) < len(uuids)

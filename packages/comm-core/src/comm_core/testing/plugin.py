@@ -55,6 +55,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Register the markers and clean the environment."""
     config.addinivalue_line("markers", "deadline(seconds): hard deadline of each phase of this test")
+    config.addinivalue_line("markers", "gpu: needs at least one CUDA device")
     config.addinivalue_line("markers", "installed_plugins: run with the transport plugins that are installed")
     config.addinivalue_line("markers", "gpu: needs a GPU, and is skipped only where there is none")
     removed = {name: value for name, value in os.environ.items() if name.startswith(_PREFIX)}
@@ -78,6 +79,21 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     """Say which variables were removed."""
     removed = ", ".join(sorted(config.stash[_removed]))
     return [f"comm: removed from the environment: {removed}"] if removed else []
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip tests that need a GPU where there is none; with ``COMM_REQUIRE_GPU=1`` that is an error instead."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if not marked:
+        return
+    import torch
+
+    if torch.cuda.device_count() > 0:
+        return
+    if config.stash[_removed].get("COMM_REQUIRE_GPU") == "1":
+        raise pytest.UsageError("COMM_REQUIRE_GPU=1, and torch sees no CUDA device")
+    for item in marked:
+        item.add_marker(pytest.mark.skip(reason="there is no CUDA device"))
 
 
 @pytest.hookimpl(wrapper=True)

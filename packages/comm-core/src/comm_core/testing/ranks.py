@@ -285,9 +285,8 @@ class RankPool:
         packed = pickle.dumps(arguments)
         own = {name: value for name, value in os.environ.items() if name.startswith("COMM_")}
         environments = [{**own, **(env or {}), **(rank_env or {}).get(index, {})} for index in range(len(members))]
-        self.start()
+        key = self._ready(members, fresh)
         try:
-            key = self._group(members, fresh)
             messages = {
                 rank: ("run", Run(key, reference, packed, environment, self._strict_warnings))
                 for rank, environment in zip(members, environments, strict=True)
@@ -308,6 +307,24 @@ class RankPool:
             self.kill()
             raise
         return outcomes
+
+    def _ready(self, members: tuple[int, ...], fresh: bool) -> GroupKey:
+        """Start the ranks where they don't run, and return a group of `members`.
+
+        Making a group is torch's part and no test's subject. Once in some ten thousand groups gloo's constructor does
+        not return on one rank; then the ranks are started afresh, once.
+        """
+        for attempt in range(2):
+            self.start()
+            try:
+                return self._group(members, fresh)
+            except BaseException as error:
+                self._print_logs(range(self.size))
+                self.kill()
+                if attempt or not isinstance(error, RankError):
+                    raise
+                print(f"starting the ranks afresh, because torch made no group of {members}: {error}")
+        raise AssertionError("unreachable")
 
     def _members(self, ranks: int | Sequence[int] | None) -> tuple[int, ...]:
         if isinstance(ranks, bool):

@@ -6,6 +6,7 @@ import logging
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from comm_core import _cuda
 from comm_core.consensus import Transaction, describe
 from comm_core.errors import GroupTimeoutError, UlyssesBackendError
 from comm_core.group import Group
@@ -52,9 +53,9 @@ def open_transport(group: Group, resolved: Decision, device: torch.device) -> Op
     while True:
         try:
             session = _open(group, decision, device)
-        except GroupTimeoutError:
+        except (GroupTimeoutError, KeyboardInterrupt):
             raise
-        except Exception as error:
+        except BaseException as error:
             failures.append(describe(error))
             after = _without(decision, describe(error))
             if after is None:
@@ -68,8 +69,10 @@ def open_transport(group: Group, resolved: Decision, device: torch.device) -> Op
 
 def _open(group: Group, decision: Decision, device: torch.device) -> TransportSession:
     """Open one transport. It fails on all ranks or on none, however its `open` fails on this one."""
-    transport = registry().transport(decision.backend)
-    with Transaction(group, f"open transport {decision.backend!r}") as stages:
+    # The caller's current device may be another one: a stream or a kernel of it would be the wrong one.
+    with _cuda.device_guard(device), Transaction(group, f"open transport {decision.backend!r}") as stages:
+        # In a step, because a plugin can have been unregistered on this rank alone since the decision.
+        transport = stages.step("find", lambda: registry().transport(decision.backend))
         session = transport.open(stages, decision.request, decision.plan, device)
         stages.step("ready", lambda: None)
         stages.commit()

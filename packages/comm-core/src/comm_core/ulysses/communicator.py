@@ -19,6 +19,7 @@ from comm_core.errors import (
     ArgumentValueError,
     ClosedError,
     CommError,
+    GroupTimeoutError,
     TransportError,
     UnsupportedError,
 )
@@ -604,8 +605,13 @@ class UlyssesCommunicator:
         if self._closed:
             return
         if self._session is not None:
-            with self._on_device():
-                self._session.close(timeout)
+            try:
+                with self._on_device():
+                    self._session.close(timeout)
+            except GroupTimeoutError:
+                # What could be released here is released, and the rest never can be: there is nothing to try again.
+                self._closed = True
+                raise
         self._closed = True
 
     def __enter__(self) -> UlyssesCommunicator:
