@@ -29,6 +29,11 @@ from comm_core.transport.plan import Copy, Level, Plan
 from comm_core.transport.wire import wire
 from comm_core.ulysses import plans
 from comm_core.ulysses.communicator import _OPERATIONS
+from comm_core.windows.session import WindowSession
+from comm_core.windows.signals import MAX_RANKS
+from comm_core.windows.table import MAX_LEVELS, MAX_SOURCES, PIECE_BYTES
+from comm_core.windows.transport import blocks_per_peer
+from comm_core.windows.window import MAX_WINDOWS
 
 
 def table(text: str, first_column: str) -> list[list[str]]:
@@ -82,7 +87,8 @@ def test_every_variable_is_documented_and_no_other(read, root):
 
 def test_pages_name_no_other_variable(read, page):
     """COMM_ variables that do not exist would be set in vain."""
-    assert set(VARIABLE.findall(read(page))) <= set(VARIABLE.findall(read("docs/environment.md")))
+    text = re.sub(r"^```c\n.*?^```$", "", read(page), flags=re.MULTILINE | re.DOTALL)  # macros are spelled alike
+    assert set(VARIABLE.findall(text)) <= set(VARIABLE.findall(read("docs/environment.md")))
 
 
 # Plugin guide
@@ -148,15 +154,23 @@ def test_the_plugin_guide_has_the_arguments_of_the_methods(read, cls):
 def test_the_transports_table_is_true(read):
     """Properties are the session's own, and nobody has verified what the descriptor does not say."""
     rows = {names(row[0])[0]: row[1:] for row in table(read("docs/backends.md"), "transport")}
-    assert list(rows) == ["nccl", "gloo", *(name for name in known.TRANSPORTS if not known.TRANSPORTS[name].built_in)]
-    properties = DistSession.properties
+    planned = [name for name in known.TRANSPORTS if not known.TRANSPORTS[name].built_in]
+    assert list(rows) == ["nccl", "gloo", "windows", "windows-ce", *planned]
     yes = {True: "yes", False: "no"}
     for transport in builtin.comm_transports():
-        assert isinstance(transport, DistTransport)
+        if isinstance(transport, DistTransport):
+            properties, device_types, sizes = DistSession.properties, transport.device_types, "any"
+        else:
+            properties, device_types = WindowSession.properties, ("cuda",)
+            request = interface.Request(transport.name, 2, "cuda")
+            able = [n for n in range(1, 20) if transport.assess(request, topologies.nvlink_mesh(n)).eligible]
+            assert able == list(range(able[0], able[-1] + 1))
+            sizes = f"{able[0]} to {able[-1]}"
+            assert not transport.assess(request, topologies.cpu_host(2)).eligible
         assert rows[transport.name] == [
             "comm-core",
-            ", ".join(transport.device_types),
-            "any" if properties.max_batch == 0 else "?",
+            ", ".join(device_types),
+            sizes if properties.max_batch == 0 else "?",
             "used" if properties.staging else "unused",
             yes[properties.registered_outputs],
             yes[properties.graph_capturable],
@@ -172,6 +186,22 @@ def test_the_transports_table_is_true(read):
     for name, size in sizes.items():
         assert rows[name][0] == f"{known.TRANSPORTS[name].distribution}, planned"
         assert rows[name][2] == size
+
+
+def test_the_numbers_in_the_windows_page_are_the_code_s(read):
+    """Limits that a reader plans with."""
+    text = " ".join(read("docs/windows.md").split())
+    assert f"at most {MAX_WINDOWS} windows a session" in text
+    assert f"At most {MAX_RANKS} ranks, {MAX_SOURCES} sources, {MAX_LEVELS} levels" in text
+    assert f"longer than {PIECE_BYTES >> 10} KiB" in text
+    blocks = blocks_per_peer(topologies.nvlink_mesh(2)) * 2
+    assert f"within {blocks} blocks" in text
+    record = read("docs/adr/0008-launches-follow-from-the-facts.md")
+    assert f"{blocks} blocks of 512 threads" in record
+    shared = blocks_per_peer(topologies.same_gpu(topologies.nvlink_mesh(8)))
+    assert f"{blocks // 2} for two ranks on two GPUs, {shared} for eight on one" in record
+    assert blocks_per_peer(topologies.same_gpu(topologies.nvlink_mesh(11))) > 0
+    assert blocks_per_peer(topologies.same_gpu(topologies.nvlink_mesh(12))) == 0
 
 
 def test_what_was_verified_is_said_everywhere_alike(read):
@@ -191,8 +221,8 @@ def test_the_types_table_is_true(read):
     listed = {getattr(torch, names(row[0])[0]): row for row in rows}
     assert tuple(listed) == DTYPES
     for dtype, row in listed.items():
-        assert row[1:] == [str(dtype.itemsize), "all operations", "all operations"]
-        assert dtype.itemsize in DistSession.properties.itemsizes
+        assert row[1:] == [str(dtype.itemsize), *["all operations"] * 3]
+        assert dtype.itemsize in DistSession.properties.itemsizes & WindowSession.properties.itemsizes
         check_dtype(dtype)
     refused = names(one(r"^Refused: (.*?)\(8 bytes", text))
     for name in refused:

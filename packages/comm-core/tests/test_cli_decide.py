@@ -139,7 +139,7 @@ def test_the_document_has_the_decision_and_what_the_topology_admits(
     assert admits == {"nvlink": True, "pcie": True, "mnnvl": True}
     assert document["topology"]["backend"] == "nvlink"
     considered = {item["name"]: item for item in document["considered"]}
-    assert set(considered) == {"nvlink", "pcie", "mnnvl", "nccl", "gloo"}
+    assert set(considered) == {"nvlink", "pcie", "mnnvl", "windows", "windows-ce", "nccl", "gloo"}
     assert "pip install comm-nvlink" in considered["nvlink"]["reason"]
 
 

@@ -189,7 +189,11 @@ def test_plugins_lists_what_became_of_each(plugin: Any, capsys: pytest.CaptureFi
     assert "incompatible" in text and "newer: incompatible: it needs hook API 1.99" in " ".join(text.split())
     assert commctl("plugins", "--json", "--strict") == 1
     reports = {item["name"]: item for item in json.loads(capsys.readouterr().out)["plugins"]}
-    assert reports["dist"]["state"] == "loaded" and reports["dist"]["transports"] == ["nccl", "gloo"]
+    assert reports["dist"]["state"] == "loaded" and reports["dist"]["modules"] == [
+        "comm_core_selfcheck",
+        "comm_core_windows",
+    ]
+    assert reports["dist"]["transports"] == ["windows", "windows-ce", "nccl", "gloo"]
     assert reports["newer"]["state"] == "incompatible"
     keys = {"name", "distribution", "version", "api", "state", "error", "warnings", "transports", "codecs"}
     assert set(reports["dist"]) == keys | {"allreduce", "modules", "seconds"}

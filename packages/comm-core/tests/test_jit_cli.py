@@ -21,6 +21,7 @@ from comm_core.plugins.discovery import _Found as Found
 from comm_core.plugins.discovery import discover
 from comm_core.plugins.hookspecs import hookimpl
 from comm_core.testing.fake_nvcc import FakeNvcc
+from comm_core.windows.launch import WINDOWS
 
 OTHER = replace(SELFCHECK, name="comm_other_m")
 
@@ -67,7 +68,7 @@ def states() -> dict[str, str]:
 
 
 def test_modules_of_plugins_are_collected_by_name(with_plugin: None) -> None:
-    assert specs() == {"comm_core_selfcheck": SELFCHECK, "comm_other_m": OTHER}
+    assert specs() == {"comm_core_selfcheck": SELFCHECK, "comm_core_windows": WINDOWS, "comm_other_m": OTHER}
     (report,) = [item for item in plugins.report() if item.name == "other"]
     assert (report.state, report.modules) == ("loaded", ("comm_other_m",))
 
@@ -95,26 +96,27 @@ def test_a_plugin_with_wrong_modules_costs_only_itself(modules: Any, state: str,
 
 
 def test_warm_builds_everything_for_given_architectures_without_a_gpu(nvcc: FakeNvcc, with_plugin: None) -> None:
-    assert states() == {"comm_core_selfcheck ": "not built", "comm_other_m ": "not built"}
+    names = ["comm_core_selfcheck", "comm_core_windows", "comm_other_m"]
+    assert states() == {f"{name} ": "not built" for name in names}
     built = run("warm", "--arch", "90a", "--arch", "8.0", "--json")["modules"]
-    assert [row["module"] for row in built] == ["comm_core_selfcheck", "comm_other_m"]
+    assert [row["module"] for row in built] == names
     assert all(row["archs"] == ["8.0", "9.0a"] and Path(row["path"]).is_file() for row in built)
-    assert states() == {"comm_core_selfcheck 8.0,9.0a": "current", "comm_other_m 8.0,9.0a": "current"}
-    assert "comm_other_m" in run("warm", "--arch", "8.0", "comm_other_m") and len(nvcc.made()) == 2
+    assert states() == {f"{name} 8.0,9.0a": "current" for name in names}
+    assert "comm_other_m" in run("warm", "--arch", "8.0", "comm_other_m") and len(nvcc.made()) == 3
 
 
 def test_warm_builds_although_compiling_is_switched_off(nvcc: FakeNvcc, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error of COMM_JIT=off prints this command, to be run in the same shell."""
     monkeypatch.setenv("COMM_JIT", "off")
     run("warm", "--arch", "9.0a")
-    assert nvcc.made() == ["comm_core_selfcheck"]
+    assert nvcc.made() == ["comm_core_selfcheck", "comm_core_windows"]
 
 
 def test_warm_goes_on_after_a_failure_and_says_so_in_its_exit_code(nvcc: FakeNvcc, with_plugin: None) -> None:
     nvcc.fail('case "$(pwd)" in *selfcheck*) echo "a.cu(1): error: no"; exit 2;; esac')
-    first, second = run("warm", "--arch", "9.0a", "--json", code=1)["modules"]
+    first, *others = run("warm", "--arch", "9.0a", "--json", code=1)["modules"]
     assert "a.cu(1): error: no" in first["error"] and first["path"] is None
-    assert second["error"] is None and nvcc.made() == ["comm_other_m"]
+    assert all(row["error"] is None for row in others) and nvcc.made() == ["comm_core_windows", "comm_other_m"]
     assert "comm_core_selfcheck: failed" in run("warm", "--arch", "9.0a", code=1)
 
 
@@ -136,7 +138,7 @@ def test_an_unknown_module_names_the_known_ones_and_the_plugins_that_are_broken(
     try:
         with pytest.raises(
             ArgumentValueError,
-            match=r"no module 'comm_sad_m'; there are: comm_core_selfcheck; plugin 'sad' is broken",
+            match=r"no module 'comm_sad_m'; there are: comm_core_selfcheck, comm_core_windows; plugin 'sad' is br",
         ):
             run("explain", "comm_sad_m", "--arch", "9.0a")
     finally:
@@ -147,7 +149,7 @@ def test_explain_says_what_has_changed_since_the_last_build(nvcc: FakeNvcc) -> N
     """L11, and whoever wonders why the second start compiled again."""
     said = run("explain", "comm_core_selfcheck", "--arch", "9.0a")
     assert "not built, and no other build of it is in the cache" in said
-    (row,) = run("warm", "--arch", "9.0a", "--json")["modules"]
+    (row,) = run("warm", "comm_core_selfcheck", "--arch", "9.0a", "--json")["modules"]
     explained = run("explain", "comm_core_selfcheck", "--arch", "9.0a", "--json")
     assert (explained["path"], explained["key"], explained["changes"]) == (row["path"], row["key"], [])
     FakeNvcc(nvcc.folder, version="13.1.5")
@@ -160,9 +162,9 @@ def test_explain_says_what_has_changed_since_the_last_build(nvcc: FakeNvcc) -> N
 
 def test_explain_and_list_work_without_a_compiler(nvcc: FakeNvcc, monkeypatch: pytest.MonkeyPatch) -> None:
     """L6."""
-    (row,) = run("warm", "--arch", "9.0a", "--json")["modules"]
+    (row,) = run("warm", "comm_core_selfcheck", "--arch", "9.0a", "--json")["modules"]
     monkeypatch.setenv("COMM_NVCC", "/nowhere/nvcc")
-    assert states() == {"comm_core_selfcheck 9.0a": "current"}
+    assert states() == {"comm_core_selfcheck 9.0a": "current", "comm_core_windows ": "not built"}
     listed = run("list")
     assert "COMM_NVCC='/nowhere/nvcc' is no program" in listed and row["key"] in listed
     explained = run("explain", "comm_core_selfcheck", "--arch", "9.0a", "--json")
@@ -188,15 +190,15 @@ def test_clean_removes_what_nothing_would_load_and_all_removes_everything(
     (base / "entries/comm_x-broken").mkdir()
     plugins.unregister("other")
     listed = [row["state"] for row in run("list", "--json")["modules"]]
-    assert sorted(listed) == ["current", "stale", "unknown module", "unknown module"]
+    assert sorted(listed) == ["current", "current", "stale", "stale", "unknown module", "unknown module"]
     removed = run("clean", "--json")["removed"]
     assert sorted(row["why"] for row in removed) == [
-        *["stale"],
+        *["stale"] * 2,
         *["unfinished or broken"] * 2,
         *["unknown module"] * 2,
     ]
-    assert states() == {"comm_core_selfcheck 9.0a": "current"}
-    assert "1 folders" in run("clean", "--all")
+    assert states() == {"comm_core_selfcheck 9.0a": "current", "comm_core_windows 9.0a": "current"}
+    assert "2 folders" in run("clean", "--all")
     assert list((base / "entries").iterdir()) == list((base / "staging").iterdir()) == []
 
 

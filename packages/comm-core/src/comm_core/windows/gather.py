@@ -66,7 +66,9 @@ def self_test(session: Gathers, device: torch.device, rank: int, world_size: int
         for peer, received in enumerate(out.view(world_size, _TEST_BYTES)):
             wrong = (received != pattern(peer + shift, device)).nonzero()
             if wrong.numel() and not problem:
-                problem = f"{wrong.numel()} of {_TEST_BYTES} bytes from rank {peer} are wrong, the first at {int(wrong[0])}"
+                problem = (
+                    f"{wrong.numel()} of {_TEST_BYTES} bytes from rank {peer} are wrong, the first at {int(wrong[0])}"
+                )
     # Only now: a rank that left between the rounds would let the others wait for it until their deadline.
     if problem:
         raise TransportError(

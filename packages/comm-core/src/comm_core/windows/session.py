@@ -132,8 +132,9 @@ class WindowSession(TransportSession):
         with _cuda.device_guard(self._device):
             self._table[: len(packed)].copy_(host)
             _cuda.synchronize(self._device)
-        # Room for all windows, and not only those that there are: a captured call keeps the struct that it was captured
-        # with, and a peer may announce a window that was allocated since. One that does not exist has no bytes.
+        # Room for all windows, and not only those that there are: a captured call keeps the struct that it was
+        # captured with, and a peer may announce a window that was allocated since. One that does not exist has no
+        # bytes.
         self._packed = ctypes.create_string_buffer(self._struct.pack(MAX_WINDOWS))
         self._session = ctypes.addressof(self._packed)
 

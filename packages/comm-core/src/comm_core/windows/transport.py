@@ -63,7 +63,9 @@ class WindowTransport(Transport):
             return verdict
         blocks = blocks_per_peer(facts)
         if blocks == 0:
-            reason = f"{len(facts)} ranks share GPUs so that their kernels, which wait for each other, don't fit at once"
+            reason = (
+                f"{len(facts)} ranks share GPUs so that their kernels, which wait for each other, don't fit at once"
+            )
             return Verdict(False, f"{reason} (more than {_BLOCKS} blocks on one)")
         return verdict._replace(plan={"blocks_per_peer": blocks})
 
