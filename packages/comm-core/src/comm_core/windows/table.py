@@ -99,11 +99,7 @@ class Table:
 
 
 def _entries(copy: Copy, piece_bytes: int) -> Iterator[Entry]:
-<<<<<<< HEAD
     """Yield the entries of one copy: long rows become a level of pieces, what is left over an entry of its own."""
-=======
-    """Yield the entries of one copy: long rows become a level of pieces, and what is left over another entry."""
->>>>>>> h-wintest
     levels = list(copy.levels)
     row = copy.row_bytes
     offset = 0
