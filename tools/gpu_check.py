@@ -81,7 +81,10 @@ def check(options: argparse.Namespace, folder: Path) -> int:
         section = sections.execute(name, context)
         section.seconds = time.monotonic() - started
         done.append(section)
-        print(f"{name}: {section.status}, {section.seconds:.0f} s" + "".join(f"\n  {why}" for why in section.why))
+        print(
+            f"{name}: {section.status}, {section.seconds:.0f} s" + "".join(f"\n  {why}" for why in section.why),
+            flush=True,
+        )
         for goal in section.goals:
             print(f"  {goal.name}: {goal.value} {goal.unit} (at most {goal.limit:g}): {goal.verdict}", flush=True)
     words = ["python tools/gpu_check.py", *(["--quick"] if options.quick else [])]

@@ -54,22 +54,24 @@ def running(environment: Mapping[str, str], *, stop_s: float = _STOP_S) -> Gener
     # Sockets have short names only, and the folders that TMPDIR points to may be deep.
     short = "/tmp" if os.access("/tmp", os.W_OK | os.X_OK) else None
     folder = Path(tempfile.mkdtemp(prefix="mps-", dir=short))
-    inside = {
-        **environment,
+    folders = {
         "CUDA_MPS_PIPE_DIRECTORY": str(folder / "pipe"),
         "CUDA_MPS_LOG_DIRECTORY": str(folder / "log"),
     }
+    inside = {**environment, **folders}
+    # The daemon sees all GPUs: clients count among those that it sees.
+    outside = {name: value for name, value in inside.items() if name != "CUDA_VISIBLE_DEVICES"}
     for name in ("pipe", "log"):
         (folder / name).mkdir(mode=0o700)
     mps = Mps(False, "", inside)
     try:
-        mps.why = _start(control, inside)
+        mps.why = _start(control, outside)
         mps.active = not mps.why
         if mps.why:
             mps.environment = dict(environment)
         yield mps
     finally:
-        mps.stopped = _stop(control, inside, folder, stop_s)
+        mps.stopped = _stop(control, outside, folder, stop_s)
         shutil.rmtree(folder, ignore_errors=True)
 
 

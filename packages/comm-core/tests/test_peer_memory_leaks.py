@@ -181,14 +181,10 @@ def so_file(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(library)
 
 
-GPUS = torch.cuda.device_count()
-REAL = [pytest.mark.gpu, pytest.mark.skipif(GPUS == 0, reason="needs a GPU")]
-
-
 @pytest.mark.deadline(300)
 @pytest.mark.parametrize("failures", [False, True], ids=["", "with failures"])
 @pytest.mark.parametrize("form", ["vmm_fd", "cuda_ipc"])
-@pytest.mark.parametrize("where", ["fake", pytest.param("gpu", marks=REAL)])
+@pytest.mark.parametrize("where", ["fake", pytest.param("gpu", marks=pytest.mark.gpu)])
 def test_two_hundred_cycles_leak_nothing(
     ranks: RankPool, so_file: str, where: str, form: str, failures: bool
 ) -> None:

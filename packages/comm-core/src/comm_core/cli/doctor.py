@@ -37,6 +37,7 @@ _CHECKS: dict[str, Callable[[], object]] = {
     "COMM_CHECK": _env.check,
     "COMM_ALLOW_EXPERIMENTAL_AUTO_BACKENDS": _env.allow_experimental_auto,
     "COMM_ALLOW_SHARED_GPU": _env.allow_shared_gpu,
+    "COMM_PEER_MEMORY": _env.peer_memory,
     "COMM_TRACE_HOOKS": _env.trace_hooks,
 }
 _BROKEN = ("broken", "incompatible", "duplicate")

@@ -57,7 +57,6 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "deadline(seconds): hard deadline of each phase of this test")
     config.addinivalue_line("markers", "gpu: needs at least one CUDA device")
     config.addinivalue_line("markers", "installed_plugins: run with the transport plugins that are installed")
-    config.addinivalue_line("markers", "gpu: needs a GPU, and is skipped only where there is none")
     removed = {name: value for name, value in os.environ.items() if name.startswith(_PREFIX)}
     for name in removed:
         del os.environ[name]

@@ -50,6 +50,7 @@ class WindowTransport(Transport):
     wire = 1
     priority = 1
     experimental = True
+    verified_on = ("several ranks on one GPU",)
 
     def __init__(self, name: str, *, copy_engines: bool) -> None:
         self.name = name
