@@ -432,3 +432,26 @@ def test_requests_of_a_newer_peer_are_read() -> None:
     value = {**RankRequest("auto", "cpu").to_json(), "novelty": 1}
     assert RankRequest.from_json(value) == RankRequest("auto", "cpu")
     assert Merged.__dataclass_fields__.keys() == {"request", "common", "absent", "offers"}
+
+
+def test_probes_that_hang_take_no_more_than_half_of_the_deadline_together(replay: Any) -> None:
+    """B2: and one that works is still heard."""
+
+    class Probing(Fast):
+        def __init__(self, name: str, hangs: Sequence[int] = ()) -> None:
+            super().__init__(name)
+            self.hangs = hangs
+
+        def probe(self, context: ProbeContext) -> JsonObject:
+            if context.rank in self.hangs:
+                time.sleep(4)
+            return {"fine": True}
+
+    replay(topologies.nvlink_mesh(2))
+    found = registry(Probing("a", [1]), Probing("b", [1]), Probing("c"))
+    results = on_threads(groups(2, timeout_s=2), lambda group: resolve(group, ask(), found))
+    decisions = [result for result in results if isinstance(result, Decision)]
+    assert len(decisions) == 2, results
+    facts = decisions[0].facts[1].plugins
+    assert facts["c"] == {"fine": True}
+    assert "error" in str(facts["a"]) and "error" in str(facts["b"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -328,7 +329,7 @@ def test_namespaces_are_told_apart():
     if shutil.which("unshare") is None:
         pytest.skip("no unshare on this machine")
     unshare = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc", "--uts"]
-    shell = f"hostname another; exec {sys.executable} -c '{code}'"
+    shell = f"hostname another; exec {shlex.quote(sys.executable)} -c '{code}'"
     result = subprocess.run(
         [*unshare, "sh", "-c", shell], capture_output=True, text=True, timeout=60, check=False, env=_environment()
     )

@@ -110,6 +110,7 @@ class UlyssesCommunicator:
         self._limits = Limits(arguments.device, arguments.dtype, arguments.max_bytes)
         self._checked = opened.decision.request.environment.get("COMM_CHECK") == "1"
         self._session = opened.session
+        self._number = self._group.token()
         self._decision = UlyssesBackendDecision.of(opened.decision)
         self._topology_decision = UlyssesBackendDecision.of(opened.resolved)
         self._fallback_reason = opened.fallback_reason
@@ -563,7 +564,7 @@ class UlyssesCommunicator:
             self._busy.release()
 
     def _execute(self, operation: str, prepare: Callable[[], Call]) -> torch.Tensor:
-        call = agree(self._group, operation, self._calls, prepare) if self._checked else prepare()
+        call = agree(self._group, operation, self._number, self._calls, prepare) if self._checked else prepare()
         self._calls += 1
         if self._session is None:
             return _passthrough(operation, call, self.device)
