@@ -16,5 +16,7 @@ def comm_transports() -> list[Transport]:
     """Return the fallbacks. Negative priorities put them after everything that somebody installs on purpose."""
     return [
         DistTransport("nccl", ("cuda",), priority=-1, verified_on=("two GPUs with NVLink",)),
-        DistTransport("gloo", ("cpu", "cuda"), priority=-2, verified_on=("CPU processes", "several ranks on one GPU")),
+        DistTransport(
+            "gloo", ("cpu", "cuda"), priority=-2, verified_on=("CPU processes", "several ranks on one GPU")
+        ),
     ]
