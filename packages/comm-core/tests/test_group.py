@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from comm_core import _env
 from comm_core.errors import ArgumentTypeError, ArgumentValueError, GroupTimeoutError, JointError
 from comm_core.group import Group, MemoryStore, StoreGroup, as_group, thread_groups
 from comm_core.testing.ranks import on_threads
@@ -103,7 +104,36 @@ def test_the_deadline_is_read_from_the_environment(monkeypatch: pytest.MonkeyPat
     for wrong in ("0", "-1", "soon", "nan", "1e9"):
         monkeypatch.setenv("COMM_TIMEOUT_S", wrong)
         with pytest.raises(ArgumentValueError, match=f"COMM_TIMEOUT_S.*{wrong}"):
-            StoreGroup(MemoryStore(), 0, 1, name="g")
+            _env.timeout_s()
+        # A group puts up with it: raised here, it would be raised on one rank alone (test_selection has the rest).
+        assert StoreGroup(MemoryStore(), 0, 1, name="g").timeout_s == 60
+
+
+def test_a_rank_that_skipped_a_step_is_in_step_again() -> None:
+    """Else it would stay one gather behind the others for good, and every later step would fail."""
+
+    def body(group: StoreGroup) -> Any:
+        if group.rank == 1:
+            time.sleep(0.5)
+        for _ in range(2):
+            if group.rank != 1:
+                with pytest.raises(GroupTimeoutError):
+                    group.gather("skipped", None, timeout_s=0.1)
+        return group.gather("next", group.rank, timeout_s=10), group.gather("and next", group.rank, timeout_s=10)
+
+    assert on_threads(thread_groups(3), body) == [([0, 1, 2], [0, 1, 2])] * 3
+
+
+def test_a_rank_that_skipped_the_first_of_two_tries_joins_the_second() -> None:
+    def body(group: StoreGroup) -> Any:
+        if group.rank == 1:
+            time.sleep(0.4)
+            return group.gather("open", 1, timeout_s=10)
+        with pytest.raises(GroupTimeoutError):
+            group.gather("open", 0, timeout_s=0.1)
+        return group.gather("open", 0, timeout_s=10)
+
+    assert on_threads(thread_groups(2), body) == [[0, 1], [0, 1]]
 
 
 def test_what_is_no_group_is_refused() -> None:

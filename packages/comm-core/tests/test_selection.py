@@ -435,3 +435,52 @@ def test_requests_of_a_newer_peer_are_read() -> None:
     value = {**RankRequest("auto", "cpu").to_json(), "novelty": 1}
     assert RankRequest.from_json(value) == RankRequest("auto", "cpu")
     assert Merged.__dataclass_fields__.keys() == {"request", "common", "absent", "offers"}
+
+
+def test_probes_that_hang_take_no_more_than_half_of_the_deadline_together(replay: Any) -> None:
+    """B2: and one that works is still heard."""
+
+    class Probing(Fast):
+        def __init__(self, name: str, hangs: Sequence[int] = ()) -> None:
+            super().__init__(name)
+            self.hangs = hangs
+
+        def probe(self, context: ProbeContext) -> JsonObject:
+            if context.rank in self.hangs:
+                time.sleep(4)
+            return {"fine": True}
+
+    replay(topologies.nvlink_mesh(2))
+    found = registry(Probing("a", [1]), Probing("b", [1]), Probing("c"))
+    results = on_threads(groups(2, timeout_s=2), lambda group: resolve(group, ask(), found))
+    decisions = [result for result in results if isinstance(result, Decision)]
+    assert len(decisions) == 2, results
+    facts = decisions[0].facts[1].plugins
+    assert facts["c"] == {"fine": True}
+    assert "error" in str(facts["a"]) and "error" in str(facts["b"])
+
+
+def test_groups_with_different_backends_do_not_decide_together() -> None:
+    asked = [RankRequest("auto", "cpu", group_backends={"cpu": "gloo" if rank else "mpi"}) for rank in range(2)]
+    with pytest.raises(JointValueError, match="process group backends"):
+        merge("resolve", asked, 60)
+
+
+def test_an_offer_of_a_newer_peer_is_read() -> None:
+    offer = {"version": "1", "wire": 1, "priority": 2, "experimental": False, "novelty": 3}
+    assert Offer.from_json(offer) == Offer("1", 1, 2, False)
+
+
+def test_a_plugin_can_not_change_the_request(replay: Any) -> None:
+    """What one assessment does to its argument must not reach the others, nor what core goes by."""
+    replay(topologies.nvlink_mesh(2))
+
+    class Meddling(Fast):
+        def assess(self, request: Request, facts: Sequence[RankFacts]) -> Verdict:
+            request.environment["COMM_CHECK"] = "1"  # type: ignore[index]
+            request.options["nvlink_kernel"] = "cake"  # type: ignore[index]
+            return super().assess(request, facts)
+
+    decision = decided(2, lambda group: resolve(group, ask(options={"nvlink_kernel": "auto"}), registry(Meddling())))
+    assert decision.request.environment["COMM_CHECK"] == "0"
+    assert decision.request.options == {"nvlink_kernel": "auto"}

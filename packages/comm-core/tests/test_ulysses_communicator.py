@@ -13,11 +13,13 @@ import signal
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from comm_core import (
@@ -30,9 +32,15 @@ from comm_core import (
     merge_ulysses_output_head_chunk,
     pack_ulysses_qkv_head_chunk,
 )
+from comm_core._dist import TorchStore
 from comm_core.errors import ArgumentTypeError, ArgumentValueError, ClosedError, GroupTimeoutError, UnsupportedError
 from comm_core.group import thread_groups
+from comm_core.plugins import register, unregister
+from comm_core.plugins.hookspecs import hookimpl
 from comm_core.testing.ranks import RankPool
+from comm_core.transport.dist import DistSession
+from comm_core.transport.interface import Transport, Verdict
+from comm_core.ulysses import validation
 
 F32 = torch.float32
 
@@ -545,3 +553,172 @@ def close_after_destroy(group: Any) -> str:
 def test_nothing_is_collective_in_finalizers_and_a_local_close_needs_no_group(ranks: RankPool) -> None:
     """E5: the last reference, a destroyed group, a close on one rank only."""
     assert ranks.run(close_after_destroy, ranks=2) == ["fine", "fine"]
+
+
+# What must not be taken for good
+
+
+@pytest.mark.parametrize("where", ["x", "out", "query"])
+def test_views_that_torch_negates_when_they_are_read_are_refused(where: str) -> None:
+    """Bytes are moved as they lie in memory, so the result would have the wrong sign."""
+    with single() as comm:
+        plain, lazy = (
+            torch.ones(1, 2, 2, 3),
+            torch.complex(torch.ones(1, 2, 2, 3), torch.ones(1, 2, 2, 3)).conj().imag,
+        )
+        assert lazy.is_neg()
+        with pytest.raises(ArgumentValueError, match=f"{where}.*resolve_neg"):
+            if where == "x":
+                comm.scatter_heads(torch._neg_view(plain))  # pyright: ignore
+            elif where == "out":
+                out = torch._neg_view(torch.empty(1, 2, 2, 3))  # pyright: ignore
+                comm.scatter_heads(plain, out=out)
+            else:
+                comm.scatter_qkv_head_chunk(lazy, plain, plain, head_offset=0, head_count=1)
+        assert torch.equal(comm.scatter_qkv_head_chunk(*[plain] * 3, head_offset=0, head_count=2)[..., :3], plain)
+
+
+def crosses_communicators(group: Any) -> str:
+    first, second = (UlyssesCommunicator(group, max_bytes=1 << 12, dtype=F32, device="cpu") for _ in range(2))
+    with first, second:
+        try:
+            (first if group.rank() else second).scatter_heads(torch.zeros(1, 4, 4, 2))
+        except JointValueError as error:
+            return str(error)
+    return "accepted"
+
+
+def test_the_checked_mode_tells_communicators_of_one_group_apart(ranks: RankPool) -> None:
+    outcomes = ranks.run(crosses_communicators, ranks=2, env={"COMM_CHECK": "1"})
+    assert outcomes[0] == outcomes[1] and "different calls" in outcomes[0]
+
+
+def has_no_storage(group: Any) -> tuple[str, bool]:
+    with UlyssesCommunicator(group, max_bytes=1 << 12, dtype=F32, device="cpu") as comm:
+        plain = torch.zeros(1, 4, 4, 2)
+        x = torch._efficientzerotensor(plain.shape) if group.rank() else plain  # pyright: ignore
+        try:
+            comm.scatter_heads(x)
+        except Exception as error:
+            text = type(error).__name__
+        else:
+            text = "accepted"
+        return text, comm.scatter_heads(plain).shape == (1, 8, 2, 2)
+
+
+def test_the_checked_mode_shares_that_a_tensor_has_no_memory(ranks: RankPool) -> None:
+    assert ranks.run(has_no_storage, ranks=2, env={"COMM_CHECK": "1", "COMM_TIMEOUT_S": "5"}) == [
+        ("JointValueError", True),
+        ("ArgumentValueError", True),
+    ]
+
+
+def outlives_its_group(group: Any) -> Any:
+    own = dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True)
+    alive = weakref.ref(own)
+    comm = UlyssesCommunicator(own, max_bytes=1 << 12, dtype=F32, device="cpu")
+    comm.scatter_heads(torch.zeros(1, 4, 4, 2))
+    dist.destroy_process_group(own)
+    del own
+    gc.collect()
+    try:
+        comm.scatter_heads(torch.zeros(1, 4, 4, 2))
+    except TransportError as error:
+        text = str(error)
+    else:
+        text = "accepted"
+    comm.close()
+    return alive() is None, text
+
+
+def test_a_communicator_does_not_keep_its_process_group_alive(ranks: RankPool) -> None:
+    """E5: one that lives until the interpreter ends aborts the process, in the threads of gloo."""
+    for gone, text in ranks.run(outlives_its_group, ranks=2):
+        assert gone and "was destroyed" in text
+
+
+def opens_nothing(group: Any) -> str:
+    class Forgetful(Transport):
+        name, version, wire, priority = "forgetful", "1", 1, 5
+
+        def assess(self, request: Any, facts: Any) -> Verdict:
+            return Verdict(True, "always")
+
+        def open(self, stages: Any, request: Any, plan: Any, device: Any) -> Any:
+            return None if group.rank() else DistSession(stages.group, device)
+
+    class Plugin:
+        @hookimpl
+        def comm_transports(self) -> list[Transport]:
+            return [Forgetful()]
+
+    register("forgetful", Plugin())
+    try:
+        UlyssesCommunicator(group, max_bytes=1 << 12, dtype=F32, device="cpu", backend="forgetful")
+    except UlyssesBackendError as error:
+        return str(error)
+    finally:
+        unregister("forgetful")
+    return "accepted"
+
+
+def test_a_transport_that_opens_no_session_is_refused_on_every_rank(ranks: RankPool) -> None:
+    """D12: without a session a call would return its operand, as with one rank."""
+    outcomes = ranks.run(opens_nothing, ranks=2)
+    assert outcomes[0] == outcomes[1] and "rank 1: transport 'forgetful': open must return" in outcomes[0]
+
+
+def test_a_store_that_is_gone_says_so() -> None:
+    class Gone:
+        def __getattr__(self, name: str) -> Any:
+            def fail(*arguments: Any) -> None:
+                raise RuntimeError("Connection reset by peer")
+
+            return fail
+
+    store = TorchStore(Gone())  # pyright: ignore[reportArgumentType]
+    for call in (lambda: store.set("k", "v"), lambda: store.get("k"), lambda: store.check("k")):
+        with pytest.raises(TransportError, match="rank 0 of the job, or torchrun"):
+            call()
+
+
+def test_limits_of_sizes_and_overlaps_are_exact() -> None:
+    validation.check_capacity((2**31 - 1, 1, 1, 1), torch.int8, validation.MAX_BYTES, "x")
+    with pytest.raises(ArgumentValueError, match="2147483648 elements"):
+        validation.check_capacity((2**31, 1, 1, 1), torch.int8, validation.MAX_BYTES, "x")
+    storage = torch.zeros(9, dtype=torch.uint8)
+    left, right = storage[:5], storage[4:]
+    with pytest.raises(ArgumentValueError, match="overlap"):
+        validation.check_disjoint(left, "left", right, "right")
+    validation.check_disjoint(storage[:4], "left", right, "right")
+    odd = torch.empty(2 * 7).as_strided((2, 1, 7, 1), (7, 999, 1, 123))
+    assert validation.strides_of(odd) == (7, 7, 1, 1)
+
+
+def written_versions(group: Any) -> list[bool]:
+    """Return whether autograd learns that outputs were written, and that an operand in use by it was not."""
+    with UlyssesCommunicator(group, max_bytes=1 << 12, dtype=F32, device="cpu") as comm:
+        x = x4(1, 2, 2 * comm.world_size, 3)
+        out = torch.empty(1, 2 * comm.world_size, 2, 3)
+        before = out._version, x._version
+        comm.scatter_heads(x, out=out)
+        return [out._version > before[0], x._version == before[1]]
+
+
+def test_autograd_knows_of_written_outputs(ranks: RankPool) -> None:
+    """Its check for tensors that were changed in place would otherwise let wrong gradients through."""
+    assert ranks.run(written_versions, ranks=2) == [[True, True]] * 2
+
+
+def construct_with(group: Any) -> str:
+    try:
+        UlyssesCommunicator(group, max_bytes=64, dtype=F32, device="cpu")
+    except CommError as error:
+        return f"{type(error).__name__}: {error}"
+    return "accepted"
+
+
+def test_a_wrong_variable_on_one_rank_raises_everywhere(ranks: RankPool) -> None:
+    outcomes = ranks.run(construct_with, ranks=3, rank_env={1: {"COMM_TIMEOUT_S": "soon"}})
+    assert outcomes[0] == outcomes[1] == outcomes[2]
+    assert outcomes[0].startswith("JointValueError") and "rank 1" in outcomes[0] and "'soon'" in outcomes[0]

@@ -8,22 +8,34 @@ torch's annotations are partial here, so strict type checking stops at this file
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Generator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol, cast
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from comm_core.errors import ArgumentValueError
+from comm_core.errors import ArgumentValueError, TransportError
 from comm_core.group import Store, StoreGroup, _Channel
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 __all__ = ["DistGroup", "TorchStore", "Work", "all_gather_bytes", "all_to_all_bytes", "barrier", "resolve_group"]
+
+
+@contextlib.contextmanager
+def _store_errors() -> Generator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise TransportError(
+            f"the key-value store of the process group can't be reached ({error}). One process serves it: rank 0 of "
+            "the job, or torchrun. Is that process alive?"
+        ) from error
 
 
 class TorchStore(Store):
@@ -34,19 +46,23 @@ class TorchStore(Store):
 
     def set(self, key: str, value: str) -> None:
         """See `Store.set`."""
-        self._store.set(key, value)
+        with _store_errors():
+            self._store.set(key, value)
 
     def get(self, key: str) -> str:
         """See `Store.get`."""
-        return self._store.get(key).decode()
+        with _store_errors():
+            return self._store.get(key).decode()
 
     def check(self, key: str) -> bool:
         """See `Store.check`."""
-        return bool(self._store.check([key]))
+        with _store_errors():
+            return bool(self._store.check([key]))
 
     def settle(self, key: str, value: str) -> str:
         """See `Store.settle`. An empty expected value means "does not exist" to every torch store."""
-        return cast("bytes", cast("Any", self._store).compare_set(key, "", value)).decode()
+        with _store_errors():
+            return cast("bytes", cast("Any", self._store).compare_set(key, "", value)).decode()
 
     def delete(self, key: str) -> None:
         """See `Store.delete`."""
@@ -88,7 +104,11 @@ def resolve_group(group: object) -> ProcessGroup | None:
 
 
 class DistGroup(StoreGroup):
-    """A torch process group as a `Group`."""
+    """A torch process group as a `Group`.
+
+    It does not keep the process group alive: one that outlives ``destroy_process_group`` takes gloo's threads into
+    the end of the interpreter, which then aborts (SIGABRT, "terminate called without an active exception").
+    """
 
     def __init__(self, process_group: ProcessGroup, *, timeout_s: float | None = None) -> None:
         channel = _channels.get(process_group)
@@ -101,17 +121,20 @@ class DistGroup(StoreGroup):
             name=str(process_group.group_name),
             timeout_s=timeout_s,
         )
-        self._process_group = process_group
+        self._process_group = ref(process_group)
 
     @property
-    def process_group(self) -> ProcessGroup:
-        """See `Group.process_group`."""
-        return self._process_group
+    def process_group(self) -> ProcessGroup | None:
+        """See `Group.process_group`; None after the process group was destroyed."""
+        return self._process_group()
 
     @property
     def backends(self) -> dict[str, str]:
         """See `Group.backends`."""
-        config = dist.get_backend_config(self._process_group)
+        process_group = self._process_group()
+        if process_group is None:
+            return {}
+        config = dist.get_backend_config(process_group)
         pairs = (item.partition(":") for item in config.split(","))
         return {device: backend for device, _, backend in pairs if backend}
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 
 from comm_core._json import Json
 from comm_core.errors import CommError, GroupTimeoutError, JointError
-from comm_core.group import Group
+from comm_core.group import GIVE_UP, Group
 
 __all__ = ["Teardown", "Transaction", "joint"]
 
@@ -303,13 +303,15 @@ class Transaction:
             if kept:
                 raise kept_error(error, kept) from error
             return
+        joint_error: JointError | None = None
         if self._agreed:
             # This rank leaves between two steps, where the others don't expect it: tell them at their next step.
             cause = RuntimeError("left without commit") if error is None else error
+            word: Json = {"error": describe(cause), GIVE_UP: True}
             try:
-                self.group.gather(f"{self._what}: give up", {"error": describe(cause)}, timeout_s=self._timeout_s)
-            except JointError:
-                pass
+                self.group.gather(self._what, word, timeout_s=self._timeout_s)
+            except JointError as given_up:
+                joint_error = given_up
             except CommError:
                 self.teardown.abandon()
                 return
@@ -318,5 +320,6 @@ class Transaction:
         except CommError as failure:
             if error is not None and hasattr(error, "add_note"):
                 error.add_note(f"taking it down again failed as well: {failure}")  # pyright: ignore
-        if error is None:
-            raise JointError(self._what, {self.group.rank: "left without commit"})
+        if joint_error is not None and not isinstance(error, (JointError, KeyboardInterrupt)):
+            # The same error as the others raise; this rank's own is its cause.
+            raise joint_error from error

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, cast
 
 from comm_core import _env
 from comm_core._json import Json, canonical
-from comm_core.errors import ArgumentTypeError, GroupTimeoutError, JointError
+from comm_core.errors import ArgumentTypeError, ArgumentValueError, GroupTimeoutError, JointError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -28,6 +28,8 @@ __all__ = ["Group", "MemoryStore", "Store", "StoreGroup", "as_group", "thread_gr
 
 _OK = "ok"
 _PREFIX = "comm_core/1"
+GIVE_UP = "give up"
+"""Key of a gathered value by which a rank says that it can't take part in what the others are at, and why."""
 # A missing rank is usually microseconds away or gone for good, so poll fast at first and then back off. The cap keeps
 # the load on the one process that serves the store small: 8 ranks at 20 ms are 400 requests a second.
 _POLL_FIRST_S = 0.0002
@@ -163,7 +165,7 @@ class StoreGroup(Group):
         self.rank = rank
         self.size = size
         self.name = name
-        self.timeout_s = _env.timeout_s() if timeout_s is None else timeout_s
+        self.timeout_s = _default_timeout_s() if timeout_s is None else timeout_s
         self._channel = channel if isinstance(channel, _Channel) else _Channel(channel)
         self._store = self._channel.store
 
@@ -197,6 +199,8 @@ class StoreGroup(Group):
 
     def _gather(self, what: str, record: str, seconds: float) -> list[Json]:
         number = self._channel.take_number()
+        while self._missed(number, what):
+            number = self._channel.take_number()
         prefix = f"{_PREFIX}/{number}"
         self._store.set(f"{prefix}/{self.rank}", record)
         records, missing = self._collect(prefix, seconds)
@@ -215,6 +219,23 @@ class StoreGroup(Group):
             # Somebody has read every value, so every value is there: it came between our last look and the verdict.
             records = [self._store.get(f"{prefix}/{rank}") for rank in range(self.size)]
         return _same_step(self.name, [json.loads(text) for text in cast("list[str]", records)])
+
+    def _missed(self, number: int, what: str) -> bool:
+        """Return whether the others gave up gather `number` without this rank and are past it.
+
+        It was another step then, or the same one, which they are trying again. A rank that skipped a step would
+        otherwise stay one gather behind for good. One that is merely late is told so by the verdict.
+        """
+        verdict = f"{_PREFIX}/{number}/verdict"
+        if not self._store.check(verdict) or self._store.get(verdict) == _OK:
+            return False
+        there = self._steps_at(number)
+        return what not in there or what in self._steps_at(number + 1)
+
+    def _steps_at(self, number: int) -> set[str]:
+        """Return the steps at which the other ranks were, or are, with their gather `number`."""
+        keys = [f"{_PREFIX}/{number}/{rank}" for rank in range(self.size) if rank != self.rank]
+        return {str(json.loads(self._store.get(key))["what"]) for key in keys if self._store.check(key)}
 
     def _collect(self, prefix: str, seconds: float) -> tuple[list[str | None], list[int]]:
         """Read every rank's record; return them and the ranks that were missing at the deadline."""
@@ -237,7 +258,22 @@ class StoreGroup(Group):
             pause = min(pause * 2, _POLL_CAP_S)
 
 
+def _default_timeout_s() -> float:
+    try:
+        return _env.timeout_s()
+    except ArgumentValueError:
+        # Raised here it would be raised on this rank alone. The first gather of whoever decides reports it to all.
+        return 60.0
+
+
 def _same_step(name: str, records: Sequence[dict[str, Json]]) -> list[Json]:
+    given_up = {
+        rank: str(record["value"]["error"])
+        for rank, record in enumerate(records)
+        if isinstance(record["value"], dict) and record["value"].get(GIVE_UP) is True
+    }
+    if given_up:
+        raise JointError(str(records[min(given_up)]["what"]), given_up)
     steps = [str(record["what"]) for record in records]
     if len(set(steps)) > 1:
         raise JointError(

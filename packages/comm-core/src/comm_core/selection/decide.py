@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from comm_core import known
 from comm_core._json import Json, JsonObject, digest
@@ -52,7 +54,14 @@ def _assess(transport: Transport, offer: Offer, request: Request, facts: Sequenc
             transport.name, False, "experimental: 'auto' takes it only with COMM_ALLOW_EXPERIMENTAL_AUTO_BACKENDS=1"
         )
     try:
-        verdict = Verdict(*transport.assess(request, facts))
+        # A copy: what a plugin does to its argument must not change what the others, or core, go by.
+        private = replace(
+            request,
+            group_backends=dict(request.group_backends),
+            options=copy.deepcopy(dict(request.options)),
+            environment=dict(request.environment),
+        )
+        verdict = Verdict(*transport.assess(private, facts))
         digest(verdict.plan)
     except KeyboardInterrupt:
         raise

@@ -28,6 +28,11 @@ class Offer:
     priority: int
     experimental: bool
 
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Offer:
+        """Read the JSON form; unknown keys of a newer peer are ignored."""
+        return cls(**{key: item for key, item in value.items() if key in cls.__dataclass_fields__})
+
     @property
     def fallback(self) -> bool:
         """Whether it comes after every transport that somebody installed on purpose."""
@@ -86,7 +91,7 @@ class RankRequest:
         names = set(cls.__dataclass_fields__)
         parts = {key: item for key, item in source.items() if key in names}
         parts["errors"] = tuple(parts.get("errors", ()))
-        parts["plugins"] = {name: Offer(**offer) for name, offer in parts.get("plugins", {}).items()}
+        parts["plugins"] = {name: Offer.from_json(offer) for name, offer in parts.get("plugins", {}).items()}
         return cls(**parts)
 
 

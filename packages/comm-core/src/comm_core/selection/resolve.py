@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeVar, cast
@@ -164,6 +165,7 @@ def _offers(plugins: Registry) -> tuple[dict[str, Offer], dict[str, str]]:
 def _environment(group: Group) -> dict[str, str]:
     import os
 
+    _env.timeout_s()  # the group has put up with a wrong one, so that it is reported here, to all
     values = {
         "COMM_ALLOW_EXPERIMENTAL_AUTO_BACKENDS": str(int(_env.allow_experimental_auto())),
         "COMM_ALLOW_SHARED_GPU": str(int(_env.allow_shared_gpu())),
@@ -201,17 +203,21 @@ def _probe(rank: int, device: torch.device, merged: Merged, plugins: Registry, s
 
         return probe_rank(rank, device)
 
-    facts, error = _bounded(core, seconds)
+    candidates = [name for name in merged.common if merged.request.backend in ("auto", name)]
+    probing = [name for name in candidates if type(plugins.transports[name]).probe is not Transport.probe]
+    # All of them together must be over in `seconds`, and one that hangs must leave time to the others.
+    deadline = time.monotonic() + seconds
+    facts, error = _bounded(core, seconds / (1 + len(probing)))
     if facts is None:
         facts = RankFacts(rank=rank, error=f"the topology probe failed: {error}")
-    candidates = [name for name in merged.common if merged.request.backend in ("auto", name)]
     results: dict[str, Json] = dict(facts.plugins)
-    for name in candidates:
-        transport = plugins.transports[name]
-        if type(transport).probe is Transport.probe or (facts.recorded and name in results):
+    for number, name in enumerate(probing):
+        if facts.recorded and name in results:
             continue
+        probe = plugins.transports[name].probe
         context = ProbeContext(rank, device.type, device.index if device.type == "cuda" else -1, facts)
-        value, error = _bounded(lambda probe=transport.probe, context=context: _checked(probe(context)), seconds)
+        share = (deadline - time.monotonic()) / (len(probing) - number)
+        value, error = _bounded(lambda probe=probe, context=context: _checked(probe(context)), share)
         results[name] = value if value is not None else {"error": error}
     return replace(facts, plugins=results)
 

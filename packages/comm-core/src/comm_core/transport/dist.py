@@ -103,15 +103,22 @@ class DistSession(TransportSession):
     properties = Properties(staging=True)
 
     def __init__(self, group: Group, device: torch.device) -> None:
-        process_group = group.process_group
-        if process_group is None:
+        if group.process_group is None:
             raise ArgumentValueError(f"group {group.name!r} has no torch.distributed process group")
         self._group = group
         self._device = device
-        self._process_group: ProcessGroup = process_group
         self._backend = group.backends.get(device.type, "")
         self._calls = 0
         self._token = group.token()
+
+    def _process_group(self, operation: str) -> ProcessGroup:
+        process_group = self._group.process_group
+        if process_group is None:
+            raise TransportError(
+                f"{operation}: the process group {self._group.name!r} was destroyed; make a new group and a new "
+                "communicator"
+            )
+        return process_group
 
     def exchange(
         self,
@@ -149,7 +156,7 @@ class DistSession(TransportSession):
 
     def _all_to_all(self, operation: str, layout: Wire, send: torch.Tensor, receive: torch.Tensor) -> None:
         splits = (None, None) if layout.equal else (layout.receive_bytes, layout.send_bytes)
-        work = _dist.all_to_all_bytes(receive, send, *splits, self._process_group)
+        work = _dist.all_to_all_bytes(receive, send, *splits, self._process_group(operation))
         self._finish(operation, work)
 
     def _finish(self, operation: str, work: _dist.Work) -> None:
@@ -184,8 +191,10 @@ class DistSession(TransportSession):
         total = nbytes * self._group.size
         source = strided.byte_view(value, 0, nbytes)
         target = strided.byte_view(out, 0, total)
-        self._finish("all_gather_small", _dist.all_gather_bytes(target, source, self._process_group))
+        self._finish(
+            "all_gather_small", _dist.all_gather_bytes(target, source, self._process_group("all_gather_small"))
+        )
 
     def barrier(self) -> None:
         """See `TransportSession.barrier`."""
-        self._finish("barrier", _dist.barrier(self._process_group, self._device))
+        self._finish("barrier", _dist.barrier(self._process_group("barrier"), self._device))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from comm_core import _cuda
 from comm_core.consensus import Transaction, describe
-from comm_core.errors import GroupTimeoutError, UlyssesBackendError
+from comm_core.errors import GroupTimeoutError, PluginError, UlyssesBackendError
 from comm_core.group import Group
 from comm_core.plugins.discovery import registry
 from comm_core.selection.decision import Considered, Decision
@@ -74,9 +74,15 @@ def _open(group: Group, decision: Decision, device: torch.device) -> TransportSe
         # In a step, because a plugin can have been unregistered on this rank alone since the decision.
         transport = stages.step("find", lambda: registry().transport(decision.backend))
         session = transport.open(stages, decision.request, decision.plan, device)
-        stages.step("ready", lambda: None)
+        stages.step("ready", lambda: _session(decision.backend, session))
         stages.commit()
     return session
+
+
+def _session(name: str, opened: object) -> None:
+    # Without a session the communicator would take its calls for those of a single rank, and exchange nothing.
+    if not isinstance(opened, TransportSession):
+        raise PluginError(f"transport {name!r}: open must return a TransportSession, got {type(opened).__name__}")
 
 
 def _without(decision: Decision, failure: str) -> Decision | None:

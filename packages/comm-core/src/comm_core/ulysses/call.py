@@ -10,7 +10,7 @@ import torch
 
 from comm_core._json import Json, JsonObject, canonical
 from comm_core.consensus import describe
-from comm_core.errors import CommError, JointValueError
+from comm_core.errors import JointValueError
 from comm_core.group import Group
 from comm_core.transport.plan import Plan
 from comm_core.ulysses.workspace import UlyssesWorkspace
@@ -42,12 +42,13 @@ class Call:
     geometry: JsonObject
 
 
-def agree(group: Group, what: str, number: int, prepare: Callable[[], Call]) -> Call:
+def agree(group: Group, what: str, communicator: str, number: int, prepare: Callable[[], Call]) -> Call:
     """Prepare a call on every rank and compare them, before anything is communicated (``COMM_CHECK=1``). Collective.
 
     Args:
         group: the ranks.
         what: the operation.
+        communicator: which one of this group it is: a text that is equal on all ranks.
         number: of the call on this communicator.
         prepare: checks this rank's arguments.
 
@@ -56,13 +57,14 @@ def agree(group: Group, what: str, number: int, prepare: Callable[[], Call]) -> 
         JointValueError: another rank's arguments are bad, or the ranks are not at the same call or geometry.
         GroupTimeoutError: a rank did not call.
     """
-    own: CommError | None = None
+    own: Exception | None = None
     call: Call | None = None
-    record: dict[str, Json] = {"operation": what, "call": number}
+    record: dict[str, Json] = {"operation": what, "communicator": communicator, "call": number}
     try:
         call = prepare()
         record["geometry"] = call.geometry
-    except CommError as error:
+    except Exception as error:
+        # Also what torch raises of its own (a tensor without storage): the others wait for this rank's word.
         own = error
         record["error"] = describe(error)
     # One name for every operation: ranks at different operations must meet here to be told apart.
@@ -83,4 +85,4 @@ def agree(group: Group, what: str, number: int, prepare: Callable[[], Call]) -> 
 
 def _text(record: Mapping[str, Any]) -> str:
     geometry = ", ".join(f"{key}={value}" for key, value in record["geometry"].items())
-    return f"call {record['call']}: {record['operation']}({geometry})"
+    return f"call {record['call']} of communicator {record['communicator']}: {record['operation']}({geometry})"

@@ -110,6 +110,7 @@ class UlyssesCommunicator:
         self._limits = Limits(arguments.device, arguments.dtype, arguments.max_bytes)
         self._checked = opened.decision.request.environment.get("COMM_CHECK") == "1"
         self._session = opened.session
+        self._number = self._group.token()
         self._decision = UlyssesBackendDecision.of(opened.decision)
         self._topology_decision = UlyssesBackendDecision.of(opened.resolved)
         self._fallback_reason = opened.fallback_reason
@@ -563,7 +564,7 @@ class UlyssesCommunicator:
             self._busy.release()
 
     def _execute(self, operation: str, prepare: Callable[[], Call]) -> torch.Tensor:
-        call = agree(self._group, operation, self._calls, prepare) if self._checked else prepare()
+        call = agree(self._group, operation, self._number, self._calls, prepare) if self._checked else prepare()
         self._calls += 1
         if self._session is None:
             return _passthrough(operation, call, self.device)
@@ -576,6 +577,14 @@ class UlyssesCommunicator:
         except TransportError as error:
             self._broken = str(error)
             raise
+        except CommError:
+            raise  # refused before anything was communicated
+        except Exception as error:
+            self._broken = f"{operation} over {self.backend} failed: {type(error).__name__}: {error}"
+            raise TransportError(self._broken) from error
+        if not out.is_inference():
+            # The bytes were written behind autograd's back; its check for tensors changed in place must know.
+            torch.autograd.graph.increment_version(out)
         self._bytes_sent += call.plan.remote_send_bytes
         return out
 
@@ -668,7 +677,7 @@ class _Arguments:
         device: torch.device | str | int | None,
         group: Group,
     ) -> None:
-        self.errors: list[CommError] = []
+        self.errors: list[Exception] = []
         self.dtype: torch.dtype = torch.uint8
         self.max_bytes = 0
         self.nvlink_kernel = "auto"
@@ -678,7 +687,7 @@ class _Arguments:
         with self._collect():
             self.max_bytes = self._capacity(max_bytes, max_elems)
         with self._collect():
-            if nvlink_kernel not in _NVLINK_KERNELS:
+            if type(nvlink_kernel) is not str or nvlink_kernel not in _NVLINK_KERNELS:
                 raise ArgumentValueError(f"nvlink_kernel must be one of {_NVLINK_KERNELS}, got {nvlink_kernel!r}")
             self.nvlink_kernel = str(nvlink_kernel)
         with self._collect():
@@ -688,7 +697,8 @@ class _Arguments:
     def _collect(self) -> Generator[None]:
         try:
             yield
-        except CommError as error:
+        except (CommError, Warning) as error:
+            # A warning that was made an error must travel as well: the others wait for this rank's request.
             self.errors.append(error)
 
     def _capacity(self, max_bytes: object, max_elems: object) -> int:

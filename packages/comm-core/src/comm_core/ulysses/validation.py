@@ -69,8 +69,16 @@ def _tensor(x: object, name: str) -> torch.Tensor:
 
 def _common(x: object, name: str, limits: Limits, dtype: torch.dtype) -> torch.Tensor:
     tensor = _tensor(x, name)
-    if tensor.layout != torch.strided:
-        raise ArgumentValueError(f"{name} must be a dense (strided) tensor, got layout {tensor.layout}")
+    if tensor.layout != torch.strided or tensor.is_nested:
+        raise ArgumentValueError(
+            f"{name} must be a dense (strided) tensor, got layout {tensor.layout}"
+            + (", nested" if tensor.is_nested else "")
+        )
+    if tensor.is_neg() or tensor.is_conj():
+        raise ArgumentValueError(
+            f"{name} is a view that torch negates or conjugates only when it is read, and bytes are moved as they "
+            "lie: call .resolve_neg() or .resolve_conj()"
+        )
     if tensor.dtype != dtype:
         raise ArgumentValueError(
             f"{name} must have dtype {dtype_name(dtype)}, got {dtype_name(tensor.dtype)} (pass dtype= to override)"
@@ -81,7 +89,20 @@ def _common(x: object, name: str, limits: Limits, dtype: torch.dtype) -> torch.T
         raise ArgumentValueError(f"{name} must have 4 dimensions, got shape {tuple(tensor.shape)}")
     if min(tensor.shape) < 1:
         raise ArgumentValueError(f"every dimension of {name} must be positive, got shape {tuple(tensor.shape)}")
+    if not _has_memory(tensor):
+        raise ArgumentValueError(
+            f"{name} has no memory of its own ({type(tensor).__name__}): pass a plain tensor, of a DTensor "
+            ".to_local()"
+        )
     return tensor
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """Return whether there are bytes behind `tensor`: wrapper subclasses, zero tensors and fake ones have none."""
+    try:
+        return tensor.untyped_storage().data_ptr() != 0
+    except (RuntimeError, NotImplementedError):
+        return False
 
 
 def check_capacity(shape: Sequence[int], dtype: torch.dtype, max_bytes: int, name: str) -> None:
