@@ -125,7 +125,7 @@ def tests(context: Context, section: Section) -> None:
     with mps.running(context.environment) as service:
         _note_mps(section, service)
         context = replace(context, environment=service.environment).changed(GPU_CHECK_SIZES=sizes)
-        _pytest(context, section, "one GPU", _test_folders(), 75 if context.quick else 300, _KILLS, *_less(context))
+        _pytest(context, section, "one GPU", _test_folders(), 110 if context.quick else 300, _KILLS, *_less(context))
     section.notes += [f"MPS was stopped: {service.stopped}."] if service.stopped.startswith("killed") else []
 
 

@@ -43,6 +43,11 @@ class TestWindows(TransportContract):
     device_type = "cuda"
     world_sizes = SIZES
 
+    def test_groups_that_are_not_the_first_ranks(self, ranks: RankPool, world_size: int) -> None:
+        # The pool has eight ranks, so a group of all of them is WORLD.
+        if world_size < ranks.size:
+            super().test_groups_that_are_not_the_first_ranks(ranks, world_size)
+
 
 class TestWindowsCopyEngines(TransportContract):
     """Copies of the copy engines between one-warp kernels."""

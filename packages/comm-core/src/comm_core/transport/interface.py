@@ -258,5 +258,12 @@ class TransportSession(ABC):
             "(properties.peer_pointers is false)"
         )
 
+    def check(self) -> None:  # noqa: B027 - a session on which nothing can stall has nothing to say
+        """Raise if an operation that was launched earlier has stalled since. Local.
+
+        Raises:
+            PeerStalledError: it names the rank that was waited for.
+        """
+
     def close(self, timeout_s: float | None = None) -> None:  # noqa: B027 - a session may own nothing
         """Release everything. Collective where `properties.shared_resources`; may be called again after a failure."""

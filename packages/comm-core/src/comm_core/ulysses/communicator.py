@@ -597,6 +597,20 @@ class UlyssesCommunicator:
     def _on_device(self) -> contextlib.AbstractContextManager[object]:
         return _cuda.device_guard(self.device)
 
+    def check(self) -> None:
+        """Raise if an earlier call has stalled on the device. Local; for those who replay graphs and make no calls.
+
+        Raises:
+            PeerStalledError: it names the rank that was waited for; the communicator is then broken on every rank.
+        """
+        self._usable("check")
+        if self._session is not None:
+            try:
+                self._session.check()
+            except TransportError as error:
+                self._broken = str(error)
+                raise
+
     # End of life
 
     def close(self, timeout: float | None = None) -> None:

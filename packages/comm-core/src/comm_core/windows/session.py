@@ -245,13 +245,16 @@ class WindowSession(TransportSession):
         nbytes = gather.check_small(value, out, self._group.size)
         plan = gather.small_plan(nbytes, self._group.rank, self._group.size)
         window = self.windows[_SMALL]
-        self._push(plan, (value,), window, 0, Operation.ALL_GATHER_SMALL)
-        strided.byte_view(out, 0, plan.target_bytes).copy_(window.local[: plan.target_bytes])
+        # Called by codecs too, whose current device may be another one; so is the barrier.
+        with _cuda.device_guard(self._device):
+            self._push(plan, (value,), window, 0, Operation.ALL_GATHER_SMALL)
+            self._unstage(plan, window, out)
 
     def barrier(self) -> None:
         """See `TransportSession.barrier`."""
         self.check()
-        self._calls.barrier(self._stream(), self._session, Operation.BARRIER)
+        with _cuda.device_guard(self._device):
+            self._calls.barrier(self._stream(), self._session, Operation.BARRIER)
 
     def allocate_output(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return an output in a window of its own, which peers write in place. Collective."""
