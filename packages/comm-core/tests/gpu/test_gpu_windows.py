@@ -36,12 +36,10 @@ def ranks() -> Iterator[RankPool]:
     del os.environ["COMM_ALLOW_SHARED_GPU"]
 
 
-class TestWindows(TransportContract):
-    """Stores of the SMs."""
+class Contract(TransportContract):
+    """The contract in a pool of eight ranks."""
 
-    transport = "windows"
     device_type = "cuda"
-    world_sizes = SIZES
 
     def test_groups_that_are_not_the_first_ranks(self, ranks: RankPool, world_size: int) -> None:
         # The pool has eight ranks, so a group of all of them is WORLD.
@@ -49,7 +47,15 @@ class TestWindows(TransportContract):
             super().test_groups_that_are_not_the_first_ranks(ranks, world_size)
 
 
-class TestWindowsCopyEngines(TransportContract):
+class TestWindows(Contract):
+    """Stores of the SMs."""
+
+    transport = "windows"
+    device_type = "cuda"
+    world_sizes = SIZES
+
+
+class TestWindowsCopyEngines(Contract):
     """Copies of the copy engines between one-warp kernels."""
 
     transport = "windows-ce"
