@@ -1,12 +1,14 @@
-// The kernels of windows as host functions: ranks are threads, device memory is host memory, a launch runs at once.
+// The kernels of windows as host functions: ranks are threads, device memory is host memory, a
+// launch runs at once.
 //
-// A test puts this before csrc/windows.cu, whose launches it has turned into calls, and compiles both with a host
-// compiler. So the entry points, the structs, the signals, the plan's arithmetic and the copies of the copy engines are
-// the real ones; what is written anew is how a kernel divides its work among threads.
+// A test puts this before csrc/windows.cu, whose launches it has turned into calls, and compiles
+// both with a host compiler. So the entry points, the structs, the signals, the plan's arithmetic
+// and the copies of the copy engines are the real ones; what is written anew is how a kernel
+// divides its work among threads.
 #include <comm_core/abi.h>
-#include <comm_core/exchange.cuh>
 #include <stdint.h>
 #include <string.h>
+#include <comm_core/exchange.cuh>
 
 typedef void* cudaStream_t;
 enum cudaMemcpyKind { cudaMemcpyDeviceToDevice = 3 };
@@ -17,117 +19,124 @@ static uint64_t host_copies_ = 0;
 static const char* host_problem_ = nullptr;
 
 inline int cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t) {
-    __atomic_add_fetch(&host_copies_, 1, __ATOMIC_RELAXED);
-    memcpy(to, from, bytes);
-    return 0;
+  __atomic_add_fetch(&host_copies_, 1, __ATOMIC_RELAXED);
+  memcpy(to, from, bytes);
+  return 0;
 }
 
-inline int cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width,
-                             size_t height, cudaMemcpyKind, cudaStream_t) {
-    __atomic_add_fetch(&host_copies_, 1, __ATOMIC_RELAXED);
-    // What CUDA refuses.
-    if (width > to_pitch || width > from_pitch) host_problem_ = "a pitched copy is wider than its pitch";
-    for (size_t row = 0; row < height; ++row) {
-        memcpy(static_cast<char*>(to) + row * to_pitch, static_cast<const char*>(from) + row * from_pitch, width);
-    }
-    return 0;
+inline int cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_pitch,
+                             size_t width, size_t height, cudaMemcpyKind, cudaStream_t) {
+  __atomic_add_fetch(&host_copies_, 1, __ATOMIC_RELAXED);
+  // What CUDA refuses.
+  if (width > to_pitch || width > from_pitch)
+    host_problem_ = "a pitched copy is wider than its pitch";
+  for (size_t row = 0; row < height; ++row) {
+    memcpy(static_cast<char*>(to) + row * to_pitch,
+           static_cast<const char*>(from) + row * from_pitch, width);
+  }
+  return 0;
 }
 
 namespace comm {
 
-// As copy_with: the same choice of a vector, and every access checked. Rows in reverse, since their order means nothing.
+// As copy_with: the same choice of a vector, and every access checked. Rows in reverse, since their
+// order means nothing.
 inline void copy_with_checks(const PlanEntry& entry, char* target, const char* source) {
-    uint64_t bits =
-        uint64_t(entry.alignment) | reinterpret_cast<uint64_t>(target) | reinterpret_cast<uint64_t>(source);
-    uint32_t vector = uint32_t(bits & (~bits + 1));
-    if (vector > 16) vector = 16;
-    if (entry.row_bytes % vector != 0) host_problem_ = "a row is no whole number of vectors";
-    for (uint32_t row = entry.rows; row-- > 0;) {
-        uint64_t from, to;
-        locate_row(entry, row, &from, &to);
-        if (reinterpret_cast<uint64_t>(source + from) % vector || reinterpret_cast<uint64_t>(target + to) % vector) {
-            host_problem_ = "a vector is not aligned";
-        }
-        memcpy(target + to, source + from, entry.row_bytes);
+  uint64_t bits = uint64_t(entry.alignment) | reinterpret_cast<uint64_t>(target) |
+                  reinterpret_cast<uint64_t>(source);
+  uint32_t vector = uint32_t(bits & (~bits + 1));
+  if (vector > 16) vector = 16;
+  if (entry.row_bytes % vector != 0) host_problem_ = "a row is no whole number of vectors";
+  for (uint32_t row = entry.rows; row-- > 0;) {
+    uint64_t from, to;
+    locate_row(entry, row, &from, &to);
+    if (reinterpret_cast<uint64_t>(source + from) % vector ||
+        reinterpret_cast<uint64_t>(target + to) % vector) {
+      host_problem_ = "a vector is not aligned";
     }
+    memcpy(target + to, source + from, entry.row_bytes);
+  }
 }
 
-inline void copy_to(const PlanTable* plan, uint32_t peer, char* target, const char* const* sources) {
-    const PlanEntry* entries = plan_entries(plan);
-    for (uint32_t i = plan->first[peer]; i < plan->first[peer + 1]; ++i) {
-        copy_with_checks(entries[i], target, sources[entries[i].source]);
-    }
+inline void copy_to(const PlanTable* plan, uint32_t peer, char* target,
+                    const char* const* sources) {
+  const PlanEntry* entries = plan_entries(plan);
+  for (uint32_t i = plan->first[peer]; i < plan->first[peer + 1]; ++i) {
+    copy_with_checks(entries[i], target, sources[entries[i].source]);
+  }
 }
 
 inline void finish(const Session& session, const Call& call, char* destination, uint64_t bytes) {
-    bool broken = aborted(call);
-    if (leave(call, 1) && broken && session.poison && bytes) memset(destination, 0xff, bytes);
+  bool broken = aborted(call);
+  if (leave(call, 1) && broken && session.poison && bytes) memset(destination, 0xff, bytes);
 }
 
 inline void exchange_push_kernel(const ExchangeParams& p) {
-    const Session& session = p.session;
-    const Call call = start(session, p.operation);
-    if (!aborted(call)) announce_to_all(call, p.window, p.window_offset);
-    for (uint32_t step = 1; step <= session.world_size && !aborted(call); ++step) {
-        uint32_t peer = (session.rank + step) % session.world_size;
-        bool remote = peer != session.rank;
-        char* target = remote ? open_peer(session, call, peer, p.plan->target_bytes) : p.destination;
-        if (target == nullptr) break;
-        copy_to(p.plan, peer, target, p.sources);
-        if (remote) mark_done(call, peer);
-    }
-    wait_all_done(call);
-    finish(session, call, p.destination, p.plan->target_bytes);
+  const Session& session = p.session;
+  const Call call = start(session, p.operation);
+  if (!aborted(call)) announce_to_all(call, p.window, p.window_offset);
+  for (uint32_t step = 1; step <= session.world_size && !aborted(call); ++step) {
+    uint32_t peer = (session.rank + step) % session.world_size;
+    bool remote = peer != session.rank;
+    char* target = remote ? open_peer(session, call, peer, p.plan->target_bytes) : p.destination;
+    if (target == nullptr) break;
+    copy_to(p.plan, peer, target, p.sources);
+    if (remote) mark_done(call, peer);
+  }
+  wait_all_done(call);
+  finish(session, call, p.destination, p.plan->target_bytes);
 }
 
 inline void exchange_open_kernel(const ExchangeParams& p) {
-    const Call call = start(p.session, p.operation);
-    if (aborted(call)) return;
-    announce_to_all(call, p.window, p.window_offset);
-    for (uint32_t peer = 0; peer < p.session.world_size; ++peer) {
-        if (peer != p.session.rank) open_peer(p.session, call, peer, p.plan->target_bytes);
-    }
+  const Call call = start(p.session, p.operation);
+  if (aborted(call)) return;
+  announce_to_all(call, p.window, p.window_offset);
+  for (uint32_t peer = 0; peer < p.session.world_size; ++peer) {
+    if (peer != p.session.rank) open_peer(p.session, call, peer, p.plan->target_bytes);
+  }
 }
 
 inline void exchange_close_kernel(const ExchangeParams& p) {
-    const Call call = start(p.session, p.operation);
-    if (!aborted(call)) {
-        for (uint32_t peer = 0; peer < p.session.world_size; ++peer) {
-            if (peer != p.session.rank) mark_done(call, peer);
-        }
-        wait_all_done(call);
+  const Call call = start(p.session, p.operation);
+  if (!aborted(call)) {
+    for (uint32_t peer = 0; peer < p.session.world_size; ++peer) {
+      if (peer != p.session.rank) mark_done(call, peer);
     }
-    finish(p.session, call, p.destination, p.plan->target_bytes);
+    wait_all_done(call);
+  }
+  finish(p.session, call, p.destination, p.plan->target_bytes);
 }
 
 inline void barrier_kernel(const Session& session, uint32_t operation) {
-    const Call call = start(session, operation);
-    barrier(call);
-    finish(session, call, nullptr, 0);
+  const Call call = start(session, operation);
+  barrier(call);
+  finish(session, call, nullptr, 0);
 }
 
 inline void settle_kernel(const Session& session, char* destination, uint64_t bytes) {
-    if (session.poison && load_relaxed(&session.signals[session.rank]->abort.value) != 0) {
-        memset(destination, 0xff, bytes);
-    }
+  if (session.poison && load_relaxed(&session.signals[session.rank]->abort.value) != 0) {
+    memset(destination, 0xff, bytes);
+  }
 }
 
 }  // namespace comm
 
 // What tests call directly.
 
-COMM_EXPORT void host_execute(const comm::PlanTable* table, uint32_t peer, char* target, const char* const* sources) {
-    comm::copy_to(table, peer, target, sources);
+COMM_EXPORT void host_execute(const comm::PlanTable* table, uint32_t peer, char* target,
+                              const char* const* sources) {
+  comm::copy_to(table, peer, target, sources);
 }
 
-COMM_EXPORT void host_locate_row(const comm::PlanTable* table, uint32_t entry, uint32_t row, uint64_t* found) {
-    comm::locate_row(comm::plan_entries(table)[entry], row, &found[0], &found[1]);
+COMM_EXPORT void host_locate_row(const comm::PlanTable* table, uint32_t entry, uint32_t row,
+                                 uint64_t* found) {
+  comm::locate_row(comm::plan_entries(table)[entry], row, &found[0], &found[1]);
 }
 
 COMM_EXPORT const char* host_problem(void) {
-    const char* problem = host_problem_;
-    host_problem_ = nullptr;
-    return problem;
+  const char* problem = host_problem_;
+  host_problem_ = nullptr;
+  return problem;
 }
 
 COMM_EXPORT uint64_t host_copies(void) { return __atomic_load_n(&host_copies_, __ATOMIC_RELAXED); }
