@@ -182,6 +182,18 @@ def test_the_example_of_the_readme_is_right(ranks, read_blocks):
     assert (whole - torch.cat(outputs[::-1], dim=1)).abs().max() > 0.1  # so the comparison can fail
 
 
+def test_the_example_of_the_readme_ends_cleanly_under_torchrun(read_blocks, tmp_path):
+    """As a user runs it. A closed communicator that kept its process group alive would abort the interpreter's end."""
+    (block,) = [block for block in read_blocks("README.md") if block.language == "python"]
+    script = tmp_path / "example.py"
+    script.write_text(block.text, encoding="utf-8")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "packages" / "comm-core" / "src"), "OMP_NUM_THREADS": "1"}
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    done = subprocess.run(launcher, env=environment, capture_output=True, text=True, timeout=110, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "rank 0: gloo, because" in done.stdout and "rank 1: gloo, because" in done.stdout
+
+
 # The worked example of the plugin guide
 
 
