@@ -183,7 +183,7 @@ def test_the_example_of_the_readme_is_right(ranks, read_blocks):
 
 
 def test_the_example_of_the_readme_ends_cleanly_under_torchrun(read_blocks, tmp_path):
-    """As a user runs it. A closed communicator that kept its process group alive would abort the interpreter's end."""
+    """As a user runs it. A closed communicator that kept its process group alive would abort the end."""
     (block,) = [block for block in read_blocks("README.md") if block.language == "python"]
     script = tmp_path / "example.py"
     script.write_text(block.text, encoding="utf-8")
