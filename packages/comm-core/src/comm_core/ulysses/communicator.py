@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import threading
 import warnings
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from comm_core import _cuda, known
-from comm_core._dtypes import check_dtype, dtype_name
+from comm_core._dtypes import dtype_name
 from comm_core._json import Json
 from comm_core.consensus import joint
 from comm_core.errors import (
@@ -30,10 +30,11 @@ from comm_core.transport import strided
 from comm_core.transport.interface import TransportSession
 from comm_core.transport.opening import Opened, open_transport
 from comm_core.ulysses import plans, validation
+from comm_core.ulysses.arguments import Arguments
 from comm_core.ulysses.call import Call, agree
-from comm_core.ulysses.decision import UlyssesBackendDecision, default_device, passthrough
+from comm_core.ulysses.decision import UlyssesBackendDecision, passthrough
 from comm_core.ulysses.head_chunk import check_heads, check_qkv
-from comm_core.ulysses.validation import MAX_BYTES, Limits, Shape, check_disjoint, positive_int, strides_of
+from comm_core.ulysses.validation import Limits, Shape, check_disjoint, positive_int, strides_of
 from comm_core.ulysses.workspace import UlyssesWorkspace, check_workspace
 
 if TYPE_CHECKING:
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
 
 __all__ = ["UlyssesCommunicator"]
 
-_NVLINK_KERNELS = ("auto", "portable", "cake")
 _OPERATIONS = ("scatter_heads", "gather_heads", "exchange_chunks")
 
 
@@ -93,7 +93,7 @@ class UlyssesCommunicator:
         self._calls = 0
         self._bytes_sent = 0
         self._group = as_group(group)
-        arguments = _Arguments(max_bytes, max_elems, dtype, nvlink_kernel, device, self._group)
+        arguments = Arguments(max_bytes, max_elems, dtype, nvlink_kernel, device, self._group)
         if self._group.size == 1:
             arguments.raise_first()
         asked = Asked(
@@ -677,55 +677,3 @@ def _passthrough(operation: str, call: Call, device: torch.device) -> torch.Tens
     if out is not source:
         strided.copy_local(call.plan.sends, call.sources, out)
     return out
-
-
-class _Arguments:
-    """A rank's constructor arguments, with what is wrong with them collected instead of raised."""
-
-    def __init__(
-        self,
-        max_bytes: object,
-        max_elems: object,
-        dtype: object,
-        nvlink_kernel: object,
-        device: torch.device | str | int | None,
-        group: Group,
-    ) -> None:
-        self.errors: list[Exception] = []
-        self.dtype: torch.dtype = torch.uint8
-        self.max_bytes = 0
-        self.nvlink_kernel = "auto"
-        self.device = torch.device("cpu")
-        with self._collect():
-            self.dtype = check_dtype(dtype)
-        with self._collect():
-            self.max_bytes = self._capacity(max_bytes, max_elems)
-        with self._collect():
-            if type(nvlink_kernel) is not str or nvlink_kernel not in _NVLINK_KERNELS:
-                raise ArgumentValueError(f"nvlink_kernel must be one of {_NVLINK_KERNELS}, got {nvlink_kernel!r}")
-            self.nvlink_kernel = str(nvlink_kernel)
-        with self._collect():
-            self.device = default_device(group) if device is None else _cuda.normalize_device(device)
-
-    @contextlib.contextmanager
-    def _collect(self) -> Generator[None]:
-        try:
-            yield
-        except (CommError, Warning) as error:
-            # A warning that was made an error must travel as well: the others wait for this rank's request.
-            self.errors.append(error)
-
-    def _capacity(self, max_bytes: object, max_elems: object) -> int:
-        if (max_bytes is None) == (max_elems is None):
-            raise ArgumentValueError("pass exactly one of max_bytes and max_elems (deprecated)")
-        if max_elems is None:
-            return positive_int(max_bytes, "max_bytes", MAX_BYTES)
-        warnings.warn(
-            "max_elems is deprecated: pass max_bytes, the capacity in bytes", DeprecationWarning, stacklevel=4
-        )
-        return positive_int(max_elems, "max_elems", MAX_BYTES // self.dtype.itemsize) * self.dtype.itemsize
-
-    def raise_first(self) -> None:
-        """Raise what was collected first, for a group of one."""
-        if self.errors:
-            raise self.errors[0]
