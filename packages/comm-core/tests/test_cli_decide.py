@@ -17,32 +17,17 @@ from comm_core import plugins
 from comm_core._json import JsonObject
 from comm_core.cli import decide as command
 from comm_core.cli.decide import Options, imagined_ranks, with_probes
-from comm_core.cli.main import main
 from comm_core.errors import ArgumentValueError, CommError
 from comm_core.group import Group, StoreGroup, thread_groups
 from comm_core.plugins.discovery import Registry
 from comm_core.selection import Asked, Decision, resolve
 from comm_core.selection.offline import Wanted, look
 from comm_core.testing import topologies
+from comm_core.testing.cli import commctl, topology_file
 from comm_core.testing.ranks import on_threads
-from comm_core.topology import predicates, recorded
+from comm_core.topology import predicates
 from comm_core.topology.facts import RankFacts
 from comm_core.transport.interface import ProbeContext, Request, Transport, Verdict
-
-
-def commctl(*arguments: str) -> int:
-    """Run commctl in this process and return its exit code."""
-    with pytest.raises(SystemExit) as ended:
-        main(arguments)
-    code = ended.value.code
-    assert isinstance(code, int)
-    return code
-
-
-def saved(tmp_path: Path, facts: Sequence[RankFacts]) -> str:
-    path = tmp_path / "topology.json"
-    recorded.dump(facts, path)
-    return str(path)
 
 
 class Mesh(Transport):
@@ -103,7 +88,7 @@ def test_the_imagined_ranks_decide_as_real_ones(
 ):
     """The same backend, reasons, order, plan and error text: commctl that explains another decision misleads."""
     facts = [replace(record, rank=rank, recorded=True) for rank, record in enumerate(facts)]
-    monkeypatch.setenv("COMM_TOPOLOGY_FILE", saved(tmp_path, facts))
+    monkeypatch.setenv("COMM_TOPOLOGY_FILE", topology_file(tmp_path, facts))
     found = registry(Mesh(experimental=experimental))
     expected = really_decided(len(facts), backend, found)
     got: Decision | str
@@ -130,7 +115,7 @@ def test_the_document_has_the_decision_and_what_the_topology_admits(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     """Installed is one thing and admitted another: both are answered for every known transport."""
-    path = saved(tmp_path, topologies.nvlink_mesh(8))
+    path = topology_file(tmp_path, topologies.nvlink_mesh(8))
     assert commctl("decide", "--file", path, "--json") == 0
     document = json.loads(capsys.readouterr().out)
     assert document["world_size"] == 8 and document["error"] is None
@@ -144,7 +129,7 @@ def test_the_document_has_the_decision_and_what_the_topology_admits(
 
 
 def test_a_refused_backend_exits_with_1_and_still_explains(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    path = saved(tmp_path, topologies.mig_slices(2))
+    path = topology_file(tmp_path, topologies.mig_slices(2))
     assert commctl("decide", "--file", path, "--backend", "nvlink", "--json") == 1
     captured = capsys.readouterr()
     document = json.loads(captured.out)
@@ -156,7 +141,7 @@ def test_a_refused_backend_exits_with_1_and_still_explains(tmp_path: Path, capsy
 
 
 def test_the_tables_fit_80_columns(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    assert commctl("decide", "--file", saved(tmp_path, topologies.two_islands(8))) == 0
+    assert commctl("decide", "--file", topology_file(tmp_path, topologies.two_islands(8))) == 0
     text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) <= 80 and "…" not in text
     assert "Decision: nccl" in text
@@ -164,7 +149,7 @@ def test_the_tables_fit_80_columns(tmp_path: Path, capsys: pytest.CaptureFixture
 
 def test_ranks_are_chosen_and_numbered_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """Two bridged GPUs have NVLink although the whole machine has none."""
-    path = saved(tmp_path, topologies.pairwise_bridges(4))
+    path = topology_file(tmp_path, topologies.pairwise_bridges(4))
     assert commctl("decide", "--file", path, "--json") == 0
     assert json.loads(capsys.readouterr().out)["topology"]["backend"] == "nccl"
     assert commctl("decide", "--file", path, "--ranks", "3,2", "--json") == 0
@@ -220,7 +205,7 @@ def test_a_machine_without_a_gpu_is_asked_for_two_ranks(
 
 
 def test_the_experimental_option_is_the_opt_in(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    path = saved(tmp_path, topologies.pcie_root_complex(4))
+    path = topology_file(tmp_path, topologies.pcie_root_complex(4))
     assert commctl("decide", "--file", path, "--json") == 0
     assert json.loads(capsys.readouterr().out)["topology"]["backend"] == "nccl"
     assert commctl("decide", "--file", path, "--experimental", "--json") == 0

@@ -12,15 +12,12 @@ from comm_core import _env, known, plugins
 from comm_core.cli.main import main
 from comm_core.plugins import discovery
 from comm_core.plugins.hookspecs import hookimpl
+from comm_core.testing.cli import commctl
 
 
 def doctor(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any]]:
     """Run commctl doctor --json and return exit code and document."""
-    with pytest.raises(SystemExit) as ended:
-        main(["doctor", "--json", *arguments])
-    code = ended.value.code
-    assert isinstance(code, int)
-    return code, json.loads(capsys.readouterr().out)
+    return commctl("doctor", "--json", *arguments), json.loads(capsys.readouterr().out)
 
 
 @pytest.fixture

@@ -15,18 +15,9 @@ import typer
 
 from comm_core import plugins
 from comm_core._version import __version__
-from comm_core.cli.main import main
 from comm_core.plugins import discovery
 from comm_core.plugins.hookspecs import hookimpl
-
-
-def commctl(*arguments: str) -> int:
-    """Run commctl in this process and return its exit code."""
-    with pytest.raises(SystemExit) as ended:
-        main(arguments)
-    code = ended.value.code
-    assert isinstance(code, int)
-    return code
+from comm_core.testing.cli import commctl
 
 
 @pytest.fixture

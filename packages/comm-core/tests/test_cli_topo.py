@@ -8,28 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from comm_core.cli.main import main
 from comm_core.cli.output import ranks_text
 from comm_core.cli.topo import link
 from comm_core.testing import topologies
+from comm_core.testing.cli import commctl, topology_file
 from comm_core.topology import recorded
-from comm_core.topology.facts import PairFacts, RankFacts
-
-
-def commctl(*arguments: str) -> int:
-    """Run commctl in this process and return its exit code."""
-    with pytest.raises(SystemExit) as ended:
-        main(arguments)
-    code = ended.value.code
-    assert isinstance(code, int)
-    return code
-
-
-def saved(tmp_path: Path, facts: list[RankFacts]) -> str:
-    path = tmp_path / "topology.json"
-    recorded.dump(facts, path)
-    return str(path)
-
+from comm_core.topology.facts import PairFacts
 
 MACHINES = {
     "mesh": topologies.nvlink_mesh(8),
@@ -46,7 +30,7 @@ MACHINES = {
 def test_tables_fit_80_columns_and_cut_nothing(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """A fact that is cut off is no fact: it must be there in full, folded where it has to be."""
     facts = MACHINES[name]
-    assert commctl("topo", "--file", saved(tmp_path, facts)) == 0
+    assert commctl("topo", "--file", topology_file(tmp_path, facts)) == 0
     text = capsys.readouterr().out
     assert max(len(line) for line in text.splitlines() if str(tmp_path) not in line) <= 80
     assert "…" not in text and "\x1b" not in text
@@ -87,7 +71,7 @@ def test_two_ranks_on_one_gpu_are_the_same_device():
 def test_the_matrix_has_a_direction(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """Rows are the ranks that access, columns those that are accessed: the two can differ."""
     facts = topologies.with_pair(topologies.nvlink_mesh(2), 1, 0, peer_access=False)
-    assert commctl("topo", "--file", saved(tmp_path, facts)) == 0
+    assert commctl("topo", "--file", topology_file(tmp_path, facts)) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["0", ".", "NVLink"] in lines and ["1", "SYS", "."] in lines
 
@@ -97,7 +81,7 @@ def test_what_could_not_be_established_is_said_once_with_its_ranks(
 ):
     facts = [replace(record, notes=("NVML is tired",)) for record in topologies.nvlink_mesh(4)]
     facts[2] = replace(facts[2], error="RuntimeError: the driver hung", plugins={"pcie": {"error": "no NIC"}})
-    assert commctl("topo", "--file", saved(tmp_path, facts)) == 0
+    assert commctl("topo", "--file", topology_file(tmp_path, facts)) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert text.count("- NVML is tired") == 1
     assert "- rank 2: the probe failed: RuntimeError: the driver hung" in text
@@ -108,7 +92,7 @@ def test_json_and_out_are_recorded_topologies(tmp_path: Path, capsys: pytest.Cap
     """What topo says can be replayed: by --file, or by COMM_TOPOLOGY_FILE."""
     facts = topologies.pairwise_bridges(4)
     out = tmp_path / "again.json"
-    assert commctl("topo", "--file", saved(tmp_path, facts), "--out", str(out), "--json") == 0
+    assert commctl("topo", "--file", topology_file(tmp_path, facts), "--out", str(out), "--json") == 0
     assert recorded.load(out) == facts
     assert json.loads(capsys.readouterr().out) == json.loads(out.read_text())
 
@@ -116,7 +100,7 @@ def test_json_and_out_are_recorded_topologies(tmp_path: Path, capsys: pytest.Cap
 def test_anonymize_covers_the_file_and_the_screen(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     facts = topologies.two_hosts()
     out = tmp_path / "anonymous.json"
-    assert commctl("topo", "--file", saved(tmp_path, facts), "--out", str(out), "--anonymize") == 0
+    assert commctl("topo", "--file", topology_file(tmp_path, facts), "--out", str(out), "--anonymize") == 0
     for text in (out.read_text(), capsys.readouterr().out):
         for record in facts:
             assert record.device.uuid not in text
@@ -126,7 +110,7 @@ def test_anonymize_covers_the_file_and_the_screen(tmp_path: Path, capsys: pytest
 def test_the_topology_file_variable_replaces_the_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setenv("COMM_TOPOLOGY_FILE", saved(tmp_path, topologies.nvlink_mesh(2)))
+    monkeypatch.setenv("COMM_TOPOLOGY_FILE", topology_file(tmp_path, topologies.nvlink_mesh(2)))
     assert commctl("topo") == 0
     assert "COMM_TOPOLOGY_FILE" in capsys.readouterr().out.splitlines()[0]
     monkeypatch.setenv("COMM_TOPOLOGY_FILE", str(tmp_path / "missing.json"))

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +16,6 @@ import pytest
 
 from comm_core.errors import ArgumentTypeError, ArgumentValueError, CudaCallError, UnsupportedError
 from comm_core.memory.cudart import CudaRTLibrary, cudaIpcMemHandle_t
-
-SOURCE = Path(__file__).with_name("fake_cudart.c")
-
-
-def build(folder: Path, *flags: str) -> Path:
-    """Compile the fake runtime and return its path."""
-    library = folder / "libcudart.so.13"
-    command = ["gcc", "-std=gnu11", "-Wall", "-Wextra", "-Werror", "-O1", "-fPIC", "-shared", *flags]
-    subprocess.run([*command, "-o", str(library), str(SOURCE), "-lrt"], check=True, timeout=60)
-    return library
-
-
-@pytest.fixture(scope="module")
-def so_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build(tmp_path_factory.mktemp("a folder with spaces"))
 
 
 @pytest.fixture
@@ -121,9 +106,11 @@ def test_the_device_is_put_back(cuda: CudaRTLibrary) -> None:
 
 
 @pytest.mark.parametrize("flags", [(), ("-DFAKE_CUDART_OLD",)], ids=["since CUDA 12.5", "before"])
-def test_an_address_is_traced_to_its_allocation(tmp_path: Path, flags: tuple[str, ...]) -> None:
+def test_an_address_is_traced_to_its_allocation(
+    build_fake_cudart: Callable[..., Path], tmp_path: Path, flags: tuple[str, ...]
+) -> None:
     """A handle maps the whole allocation, so an address inside of it needs base and offset."""
-    library = build(tmp_path, *flags)
+    library = build_fake_cudart(tmp_path, *flags)
     cuda, fake = CudaRTLibrary(str(library)), ctypes.CDLL(str(library))
     fake.fake_skew(ctypes.c_size_t(512))
     pointer = cuda.cudaMalloc(1000).value

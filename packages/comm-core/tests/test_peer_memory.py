@@ -7,7 +7,6 @@ import ctypes
 import gc
 import json
 import os
-import subprocess
 import time
 import types
 from collections.abc import Callable, Iterator
@@ -37,16 +36,11 @@ from comm_core.testing.ranks import RankPool, on_threads, run_threads
 from comm_core.topology.facts import HostFacts
 from comm_core.topology.probe import host_facts
 
-SOURCE = Path(__file__).with_name("fake_cudart.c")
-
 
 @pytest.fixture(scope="module")
-def so_file(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A CUDA runtime whose memory is shared memory of this host."""
-    library = tmp_path_factory.mktemp("fake") / "libcudart.so.13"
-    command = ["gcc", "-std=gnu11", "-O1", "-fPIC", "-shared", "-o", str(library), str(SOURCE), "-lrt"]
-    subprocess.run(command, check=True, timeout=60)
-    return str(library)
+def so_file(so_file: Path) -> str:
+    """The fake runtime, as the string that goes to the ranks and to ctypes."""
+    return str(so_file)
 
 
 class Faked:

@@ -28,7 +28,6 @@ from comm_core.memory import cuda_ipc, cudart, peer, shared_buffer
 from comm_core.memory.shared_buffer import create_shared_buffer, free_shared_buffer
 from comm_core.topology.probe import host_facts
 
-SOURCE = Path(__file__).with_name("fake_cudart.c")
 WORLD = 4
 # Name -> global ranks, in group rank order. One is neither WORLD nor consecutive, and does not hold rank 0.
 GROUPS = {"world": [0, 1, 2, 3], "low": [0, 1], "apart": [1, 3]}
@@ -234,14 +233,6 @@ def one_error(answers: list[dict[str, Any]]) -> dict[str, Any]:
     assert all("error" in answer for answer in answers), answers
     assert len({(answer["error"][0], answer["text"]) for answer in answers}) == 1, answers
     return answers[0]
-
-
-@pytest.fixture(scope="module")
-def so_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    library = tmp_path_factory.mktemp("fake") / "libcudart.so.13"
-    command = ["gcc", "-std=gnu11", "-Wall", "-Wextra", "-Werror", "-O1", "-fPIC", "-shared", "-o", str(library)]
-    subprocess.run([*command, str(SOURCE), "-lrt"], check=True, timeout=60)
-    return library
 
 
 @pytest.fixture(scope="module")
