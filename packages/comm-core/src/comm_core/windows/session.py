@@ -79,12 +79,10 @@ class WindowSession(TransportSession):
         self._closed = False
         self._tables: dict[Plan, tuple[torch.Tensor, Any]] = {}
         self._last_stream: int | None = None
-        size = self._group.size
         signals = map_jointly(stages, SIGNAL_BYTES, device, form=form, what="signals")
         self.memory_form = signals.form
         self.windows = WindowSet(self._group, device, signals.form, self._view)
-        self.windows.add_in(stages, staging_bytes, "staging")
-        self.windows.add_in(stages, gather.window_bytes(size), "small gathers")
+        self._allocate(stages, staging_bytes)
         # Nobody signals before this step is over on every rank, so the blocks are zero when the first one does.
         stages.step("clear", lambda: self._clear(signals.addresses[self._group.rank]))
         stages.step("arm", self._arm, lambda _: self._disarm())
@@ -101,6 +99,11 @@ class WindowSession(TransportSession):
         watch(self)
 
     # Set-up
+
+    def _allocate(self, stages: Transaction, staging_bytes: int) -> None:
+        """Allocate the windows that the session begins with; that of number 0 stages outputs."""
+        self.windows.add_in(stages, staging_bytes, "staging")
+        self.windows.add_in(stages, gather.window_bytes(self._group.size), "small gathers")
 
     def _view(self, address: int, nbytes: int) -> torch.Tensor:
         from comm_core.memory.strided import pack_strided_memory
