@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any, cast
 
 from comm_core.errors import ArgumentTypeError, ArgumentValueError
@@ -37,7 +38,9 @@ __all__ = [
 ]
 
 
+@cache
 def _import_torch() -> Any:
+    # Cached, because the current stream is asked for on every call, and even a second import takes a microsecond.
     return importlib.import_module("torch")
 
 
@@ -140,7 +143,8 @@ def is_capturing() -> bool:
 
 def raw_stream(index: int) -> int:
     """Return the handle of device `index`'s current stream, without the cost of a `torch.cuda.Stream` object."""
-    return int(source()._C._cuda_getCurrentRawStream(index))
+    stream: int = source()._C._cuda_getCurrentRawStream(index)
+    return stream
 
 
 def device_guard(device: torch.device) -> AbstractContextManager[object]:
