@@ -28,6 +28,7 @@ __all__ = [
     "device_guard",
     "device_properties",
     "is_capturing",
+    "is_current",
     "is_initialized",
     "nccl_version",
     "normalize_device",
@@ -139,6 +140,11 @@ def is_capturing() -> bool:
     cuda = source().cuda
     # Never asked before CUDA is initialized, because a stream that does not exist can't be capturing.
     return bool(cuda.is_initialized()) and bool(cuda.is_current_stream_capturing())
+
+
+def is_current(index: int) -> bool:
+    """Return whether device `index` is the current one, and so needs no guard; a negative one, for a CPU, always is."""
+    return index < 0 or source()._C._cuda_getDevice() == index
 
 
 def raw_stream(index: int) -> int:
