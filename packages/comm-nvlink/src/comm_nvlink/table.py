@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
+from comm_core.errors import UnsupportedError
 from comm_core.transport.plan import Copy, Level, Plan
 from comm_core.windows.table import Entry, entries_of
 from comm_nvlink.routes import Route, evenly
 
-__all__ = ["Compiled", "compile_copies", "compile_table", "cut"]
+__all__ = ["compile_copies", "compile_table", "cut", "cut_all"]
 
 _HEADER = struct.Struct("Q4I0Q")
 _COPIES = struct.Struct("4I")
@@ -22,25 +22,12 @@ _ENTRY_LIMIT = 1 << 30
 """Bytes of one entry: the device numbers its vectors, of one byte at worst, in 32 bits with room to step past."""
 _MAX_COPIES = 64
 """Copies of the copy engines for one peer and chunk; more of them cost more than they save."""
+_MOST_COPIES = 1 << 16
+"""The same where nothing else may be used; enqueueing so many takes a tenth of a second."""
 _MIN_WIDTH = 512
 """Bytes of a row below which the copy engines are slower than the SMs."""
 _MAX_PITCH = 2**31 - 1
 """What CUDA takes as a pitch."""
-
-
-@dataclass(frozen=True)
-class Compiled:
-    """What one rank executes for a plan.
-
-    Attributes:
-        table: for the device.
-        copies: for the launcher of the copy engines; None where they are not used.
-        blocks: of the exchange kernel.
-    """
-
-    table: bytes
-    copies: bytes | None
-    blocks: int
 
 
 def cut(copy: Copy, begin: int, end: int) -> list[Copy]:
@@ -150,9 +137,9 @@ class _Copy2D(tuple[int, ...]):
     __slots__ = ()
 
 
-def _pitched(copy: Copy, widths: Mapping[int, int]) -> list[_Copy2D] | None:
+def _pitched(copy: Copy, widths: Mapping[int, int], only_engines: bool) -> list[_Copy2D] | None:
     """Return the copies of at most one pitched level that make up `copy`; None where engines are no good for it."""
-    if copy.levels and copy.row_bytes < _MIN_WIDTH:
+    if copy.levels and copy.row_bytes < _MIN_WIDTH and not only_engines:
         return None
     level = copy.levels[-1] if copy.levels else Level(1, copy.row_bytes, copy.row_bytes)
     pitches = (level.source_pitch, level.target_pitch)
@@ -161,7 +148,7 @@ def _pitched(copy: Copy, widths: Mapping[int, int]) -> list[_Copy2D] | None:
     count = 1
     for outer in copy.levels[:-1]:
         count *= outer.repeat
-    if count > _MAX_COPIES:
+    if count > (_MOST_COPIES if only_engines else _MAX_COPIES):
         return None
     pieces = widths.get(copy.row_bytes, 1) if level.repeat > 1 else 1
     edges = [copy.row_bytes * i // pieces // 16 * 16 for i in range(pieces)] + [copy.row_bytes]
@@ -179,29 +166,35 @@ def compile_copies(plan: Plan, route: Route, widths: Mapping[int, int]) -> bytes
 
     None where there is no rest, or where the copy engines are no good for the rows of this rank's operands: then its
     SMs store the rests too, and no other rank need know.
+
+    Raises:
+        UnsupportedError: there are no SMs to do it, and the engines can't at all.
     """
     if not route.rest:
         return None
+    only = route.blocks == 0
     ranges = [*zip(route.rest, route.rest[1:], strict=False), (route.rest[0], route.rest[-1])]
+    sends = [_of_peer(plan.sends, peer) for peer in range(plan.world_size)]
+    own = sends[plan.rank]
+    pieces = [
+        [] if peer == plan.rank else cut_all(sends[peer], begin, end)
+        for begin, end in ranges
+        for peer in range(plan.world_size)
+    ]
+    pieces.append(own if only else [])
     lists: list[list[_Copy2D]] = []
-
-    def add(copies: Sequence[Copy], begin: int, end: int) -> bool:
+    for copies in pieces:
         made: list[_Copy2D] = []
-        for copy in cut_all(copies, begin, end):
-            pitched = _pitched(copy, widths)
-            if pitched is None:
-                return False
+        for copy in copies:
+            pitched = _pitched(copy, widths, only)
+            if pitched is None and only:
+                raise UnsupportedError(
+                    f"{plan.operation}: the copy engines can't move rows of {copy.row_bytes} bytes with {copy.levels}, "
+                    "and max_sms=0 leaves nothing else: pass operands with larger rows, or allow some SMs"
+                )
+            if pitched is None or (len(made) + len(pitched) > _MAX_COPIES and not only):
+                return None
             made += pitched
         lists.append(made)
-        return len(made) <= _MAX_COPIES
-
-    for begin, end in ranges:
-        for peer in range(plan.world_size):
-            copies = [] if peer == plan.rank else _of_peer(plan.sends, peer)
-            if not add(copies, begin, end):
-                return None
-    own = _of_peer(plan.sends, plan.rank)
-    if not add(own if route.blocks == 0 else [], 0, sum(copy.nbytes for copy in own)):
-        return None
     header = _COPIES.pack(route.chunks, plan.world_size, len(lists), 0)
     return header + _starts(lists) + b"".join(_COPY.pack(*copy) for copies in lists for copy in copies)

@@ -44,6 +44,10 @@ struct comm_nvlink_state_v1 {
   cudaEvent_t join;
 };
 
+static_assert(sizeof(comm_nvlink_copy_v1) == 56, "mirrored by comm_nvlink.table");
+static_assert(sizeof(comm_nvlink_copies_v1) == 16, "mirrored by comm_nvlink.table");
+static_assert(sizeof(comm_nvlink_state_v1) == 168, "mirrored by comm_nvlink.launch");
+
 struct comm_nvlink_open_args_v1 {
   COMM_ARGS;
   comm_nvlink_state_v1* state;
@@ -61,6 +65,8 @@ struct comm_nvlink_places_v1 {
   uint32_t known;  // bit p: rank p has posted
   uint32_t unused;
 };
+
+static_assert(sizeof(comm_nvlink_places_v1) == 104, "mirrored by comm_nvlink.launch");
 
 struct comm_nvlink_meet_args_v1 {
   COMM_ARGS;
@@ -279,10 +285,6 @@ COMM_EXPORT int comm_nvlink_exchange_v1(const comm_nvlink_exchange_args_v1* args
 }
 
 COMM_MODULE_BEGIN
-COMM_STRUCT(comm_nvlink_state_v1)
-COMM_STRUCT(comm_nvlink_copy_v1)
-COMM_STRUCT(comm_nvlink_copies_v1)
-COMM_STRUCT(comm_nvlink_places_v1)
 COMM_STRUCT(comm_nvlink_open_args_v1)
 COMM_STRUCT(comm_nvlink_close_args_v1)
 COMM_STRUCT(comm_nvlink_meet_args_v1)
