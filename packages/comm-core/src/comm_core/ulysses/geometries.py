@@ -75,21 +75,21 @@ class Known:
             end = start + self.out_bytes
         elif self.registered:
             return False
-        at = 0
-        for operand in operands:
+        for operand, nbytes in zip(operands, self.extents):  # noqa: B905 - strict takes as long as a check
             if not is_plain(operand, dtype, device):
                 return False
             address = operand.data_ptr()
-            if start < address + self.extents[at] and address < end:
+            if start < address + nbytes and address < end:
                 return False
-            at += 1
         return workspace is None or self._admits_workspace(operands, out, workspace)
 
     def call(self, operands: Sequence[torch.Tensor], out: Any, workspace: Any) -> Call:
         """Return the call of this geometry, for arguments that it admits."""
         return Call(self.plan, operands, self.shape, self.dtype, out, workspace, self.geometry)
 
-    def _admits_workspace(self, operands: Sequence[torch.Tensor], out: torch.Tensor | None, workspace: object) -> bool:
+    def _admits_workspace(
+        self, operands: Sequence[torch.Tensor], out: torch.Tensor | None, workspace: object
+    ) -> bool:
         if (
             self.registered
             or type(workspace) is not UlyssesWorkspace
@@ -123,7 +123,8 @@ def is_plain(x: object, dtype: torch.dtype, device: torch.device) -> TypeGuard[t
         and not x.is_nested
         and x.device == device
         and not x.is_neg()
-        and not x.is_conj()
+        # Only these can be conjugated lazily, and asking the others takes longer than asking the dtype.
+        and not (dtype.is_complex and x.is_conj())
         and x.untyped_storage().data_ptr() != 0
     )
 

@@ -78,7 +78,9 @@ class Preparation:
         """Prepare a call of `UlyssesCommunicator.scatter_qkv_head_chunk`."""
         which = None
         if (
-            type(query) is type(key) is type(value) is torch.Tensor
+            type(query) is torch.Tensor
+            and type(key) is torch.Tensor
+            and type(value) is torch.Tensor
             # True and 1 are one key.
             and type(head_offset) is type(head_count) is int
         ):
