@@ -35,7 +35,7 @@ from comm_core.errors import CommError
 PARTS = {
     "import": "Import, beside that of torch",
     "help": "commctl --help as a process",
-    "front": "CPU time of the thread that makes a call, above the transport and above the launch",
+    "front": "CPU time of a call's thread, without transport and launch",
     "resolve": "Decision (resolve_ulysses_backend), slowest rank",
     "exchange": "Exchange over gloo, Wan2.1 at 480p in bfloat16, slowest rank",
     "allocations": "Tensors that a call allocates, given out= and a workspace",

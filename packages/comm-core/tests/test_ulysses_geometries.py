@@ -208,6 +208,38 @@ def test_qkv_chunks_are_taken_and_refused_as_by_one_that_knows_nothing(which: st
         assert outcome(warm.scatter_qkv_head_chunk, arguments) == expected, (change, band, staging)
 
 
+def test_operands_of_different_extent_are_compared_with_the_output_each_by_its_own() -> None:
+    """Q in one piece, K and V spread, and an output that moves over all of them."""
+    storage = torch.zeros(8 * NUMEL)
+    shape, shape_out = (1, 2, 2, 4), (1, 4, 1, 12)
+    query = storage[:16].view(shape)
+    key = storage[100:].as_strided(shape, (48, 24, 12, 2), 100)
+    value = storage.as_strided(shape, (96, 48, 24, 1), 300)
+    warm = preparation()
+    taken = 0
+    for start in range(450):
+        out = storage[start : start + 48].view(shape_out)
+        arguments = (query, key, value, 0, 1, out, None)
+        expected = outcome(preparation().scatter_qkv_head_chunk, arguments)
+        assert outcome(warm.scatter_qkv_head_chunk, arguments) == expected, start
+        taken += not isinstance(expected[0], type)
+    assert 100 < taken < 300
+
+
+def test_a_result_in_the_workspace_stays_there_when_the_geometry_is_known() -> None:
+    properties = Properties(staging=True)
+    warm = preparation(properties=properties)
+    workspace = UlyssesWorkspace(max_elems=NUMEL, dtype=F32, device="cpu")
+    x, out = torch.ones(1, 4, 4, 8), torch.empty(1, 8, 1, 24)
+    for target in (out, None, out, None):
+        arguments = (x, x, x, 0, 1, target, workspace)
+        expected = outcome(preparation(properties=properties).scatter_qkv_head_chunk, arguments)
+        assert outcome(warm.scatter_qkv_head_chunk, arguments) == expected
+        made = warm.scatter_qkv_head_chunk(*arguments).out
+        assert made is not None
+        assert made.data_ptr() == (workspace.recv_buffer if target is None else out).data_ptr()
+
+
 @pytest.mark.parametrize("which", ["x", "out"])
 def test_output_chunks_are_taken_and_refused_as_by_one_that_knows_nothing(which: str) -> None:
     storage = torch.ones(4 * NUMEL)
