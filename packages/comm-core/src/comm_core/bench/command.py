@@ -234,6 +234,9 @@ class _Runner:
             self.found.leave_out(what, str(getattr(failed[0], "text", failed[0])))
         else:
             self.found.fail(what, _story(failed, len(results)))
+            if self.ranks.leader:
+                for rank, error in failed.items():
+                    print(f"rank {rank}: {getattr(error, 'trace', error)}", file=sys.stderr, flush=True)
 
     def save(self) -> None:
         """Write the JSON document, if that is asked for, as far as it goes."""

@@ -1,7 +1,7 @@
 """The ways to exchange that are compared, each behind the same few calls. On a rank.
 
-A communicator of this project over one transport; torch's own ``all_to_all_single`` between two permutations, which is
-what people write by hand; and copies into peers' buffers of torch's symmetric memory.
+A communicator of this project over one transport; torch's own ``all_to_all_single`` with a permutation, which is what
+people write by hand; and copies into peers' buffers of torch's symmetric memory.
 """
 
 from __future__ import annotations

@@ -45,8 +45,8 @@ class Goal(NamedTuple):
         if self.ratio is not None:
             judged.append(None if ratio is None else ratio <= self.ratio)
         if self.eager_over_graph_us is not None:
-            known = graph_us is not None and eager_us is not None
-            judged.append(eager_us - graph_us <= self.eager_over_graph_us if known else None)
+            over = None if graph_us is None or eager_us is None else eager_us - graph_us
+            judged.append(None if over is None else over <= self.eager_over_graph_us)
         if not judged:
             return None
         if False in judged:

@@ -13,7 +13,6 @@ import contextlib
 import importlib
 import os
 import sys
-import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
@@ -203,7 +202,6 @@ class _Joined(Ranks):
         try:
             own: tuple[Any, bytes | None] = (function(group, *arguments), None)
         except Exception as error:
-            traceback.print_exc()
             own = (None, pack_exception(error))
         gathered: list[Any] = [None] * self._placement.ranks
         try:

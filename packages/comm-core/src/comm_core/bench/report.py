@@ -115,16 +115,13 @@ def show(found: Mapping[str, Any], placement: Placement, out: Console) -> None:
     if rows:
         text = found["floor"]["text"] if found["floor"] else "The floor could not be measured, see the errors."
         output.note(
-            f"{text}. Times in microseconds a call, medians of batches, the slower rank; 'graph' is {_GRAPH}; 'x' is "
-            "the multiple of the floor; 'host' is what an eager call keeps the host busy. Every exchange was compared "
-            "by value.",
+            f"{text}. Times in microseconds a call, medians of batches, the slower rank; 'graph' is 20 calls in one "
+            "CUDA graph; 'x' is the multiple of the floor; 'host' is what an eager call keeps the host busy. Every "
+            "exchange was compared by value.",
             out,
         )
     output.paragraph("Left out", [_reason(item) for item in found["left_out"]], out)
     output.paragraph("Errors", [_reason(item) for item in found["errors"]], out)
-
-
-_GRAPH = "20 calls in one CUDA graph"
 
 
 def _reason(item: Mapping[str, str]) -> str:

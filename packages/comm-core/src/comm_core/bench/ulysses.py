@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -60,12 +62,13 @@ class PartError(CommError, RuntimeError):
         text: its text.
         opened: whether the contender had been opened.
         rows: what had been measured before.
+        trace: where it was raised, as Python prints it.
     """
 
-    def __init__(self, kind: str, text: str, opened: bool, rows: Sequence[Row]) -> None:
+    def __init__(self, kind: str, text: str, opened: bool, rows: Sequence[Row], trace: str) -> None:
         # All of it as arguments, so that the error can be rebuilt in the process that collects the results.
-        super().__init__(kind, text, opened, list(rows))
-        self.kind, self.text, self.opened, self.rows = kind, text, opened, list(rows)
+        super().__init__(kind, text, opened, list(rows), trace)
+        self.kind, self.text, self.opened, self.rows, self.trace = kind, text, opened, list(rows), trace
 
     def __str__(self) -> str:
         """Return what was raised."""
@@ -77,12 +80,14 @@ def facts(group: Any, placement: Placement) -> Mapping[str, Any]:
     device = timing.bind(group, placement)
     found: dict[str, Any] = {"comm-core": __version__, "torch": torch.__version__}
     if device.type == "cuda":
-        properties: Any = torch.cuda.get_device_properties(device)
         # torch's annotations of these are partial.
+        cuda: Any = torch.cuda
         versions: Any = torch.version
-        nccl: Any = torch.cuda.nccl
+        properties = cuda.get_device_properties(device)
         found |= {"GPU": properties.name, "SMs": properties.multi_processor_count, "CUDA of torch": versions.cuda}
-        with contextlib.suppress(AttributeError, RuntimeError):
+        # A build without NCCL has no such module.
+        with contextlib.suppress(ImportError, AttributeError, RuntimeError):
+            nccl: Any = importlib.import_module("torch.cuda.nccl")
             found["NCCL"] = ".".join(map(str, nccl.version()))
     return found
 
@@ -113,16 +118,19 @@ def measure(group: Any, job: Job) -> list[Row]:
             for geometry in job.geometries:
                 for operation in job.operations:
                     rows.append(bench.row(geometry, operation, mode))
+                    timing.empty_cache(device)
     except Exception as error:
         if contender is not None:
             # The others may have failed elsewhere, so that this is no orderly close; the first error is what counts.
             with contextlib.suppress(Exception):
                 contender.close()
-        raise PartError(type(error).__name__, str(error), contender is not None, rows) from error
+        raise PartError(
+            type(error).__name__, str(error), contender is not None, rows, traceback.format_exc()
+        ) from error
     try:
         contender.close()
     except Exception as error:
-        raise PartError(type(error).__name__, f"closing: {error}", True, rows) from error
+        raise PartError(type(error).__name__, f"closing: {error}", True, rows, traceback.format_exc()) from error
     return rows
 
 
@@ -187,8 +195,6 @@ class _Bench:
             del captured
         # Once more, after calls that nothing kept apart.
         self.compare(geometry, operation, outs)
-        del xs, outs
-        timing.empty_cache(self.device)
         return {
             "mode": mode,
             "geometry": list(geometry),

@@ -51,7 +51,10 @@ def plugin_commands_below(command: str) -> list[str]:
 
 
 def plugin_command(name: str) -> Any:
-    """Return the command `name` of a plugin, of one or two words, as typer dispatches it, or None where none provides it.
+    """Return the command `name` of a plugin, as typer dispatches it, or None where none provides it.
+
+    Args:
+        name: one word, or two where the first is a command that takes more.
 
     Raises:
         PluginError: a plugin provides it, and it can't be used.
