@@ -192,6 +192,9 @@ class _Runner:
         for name in names:
             if name in (ulysses.ALL_TO_ALL, ulysses.SYMMETRIC_MEMORY):
                 continue
+            if name == "gloo" and self.placement.kind == "device" and not self.options.backends:
+                self.found.leave_out(name, "it takes seconds a call through the host; --backend gloo measures it")
+                continue
             plain = isinstance(transports.get(name), DistTransport)
             # One opening for all modes that need no arguments of their own.
             together = tuple(mode for mode in modes if mode not in _NEEDS and not (plain and mode != "staged"))

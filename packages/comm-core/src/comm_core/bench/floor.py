@@ -57,8 +57,8 @@ class Floor(NamedTuple):
         size = f"copies of {self.copy_bytes // MIB} MiB, in this run: {self.bytes_per_s / 1e9:.4g} GB/s"
         if self.kind == "links":
             return (
-                "floor = bytes that leave a rank ÷ rate of the copy engines, each rank copying to the GPU of the next "
-                f"one, {size} a direction"
+                "floor = bytes that leave a rank ÷ rate of the copy engines while each rank copies to the next one's "
+                f"GPU, {size} a direction"
             )
         if self.kind == "device":
             return (

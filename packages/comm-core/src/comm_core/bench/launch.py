@@ -138,13 +138,16 @@ class Ranks(ABC):
     """Whether this process is the one that prints and writes files."""
 
     @abstractmethod
-    def run(self, function: Callable[..., Any], *arguments: Any, timeout_s: float) -> list[Result]:
+    def run(
+        self, function: Callable[..., Any], *arguments: Any, timeout_s: float, ranks: int | None = None
+    ) -> list[Result]:
         """Call ``function(group, *arguments)`` on every rank; return what each did, in rank order.
 
         Args:
             function: module-level function; it gets a torch process group of all ranks.
             arguments: anything that can be pickled.
             timeout_s: hard deadline in seconds for ranks that this process has started.
+            ranks: only that many, the first ones; None is all.
 
         Raises:
             CommError: the ranks can't be started, or are not all there any more.
@@ -157,10 +160,12 @@ class _Pool(Ranks):
     def __init__(self, pool: Any) -> None:
         self._pool = pool
 
-    def run(self, function: Callable[..., Any], *arguments: Any, timeout_s: float) -> list[Result]:
+    def run(
+        self, function: Callable[..., Any], *arguments: Any, timeout_s: float, ranks: int | None = None
+    ) -> list[Result]:
         # The pool passes on what ranks print, and standard output is for results.
         with contextlib.redirect_stdout(sys.stderr):
-            outcomes = self._pool.run_outcomes(function, *arguments, timeout_s=timeout_s)
+            outcomes = self._pool.run_outcomes(function, *arguments, timeout_s=timeout_s, ranks=ranks)
         return [self._result(outcome, timeout_s) for outcome in outcomes]
 
     @staticmethod
@@ -192,9 +197,13 @@ class _Joined(Ranks):
         self._results = self._dist.new_group(backend="gloo", timeout=limit)
         self.leader = self._dist.get_rank() == 0
 
-    def run(self, function: Callable[..., Any], *arguments: Any, timeout_s: float) -> list[Result]:
+    def run(
+        self, function: Callable[..., Any], *arguments: Any, timeout_s: float, ranks: int | None = None
+    ) -> list[Result]:
         from comm_core.testing._wire import pack_exception, unpack_exception
 
+        if ranks not in (None, self._placement.ranks):
+            raise CommError(f"torchrun has started {self._placement.ranks} ranks, and all of them run everything")
         # A group of its own: one in which a rank has failed is not used again.
         group = self._dist.new_group(
             backend=self._placement.group_backend, timeout=timedelta(seconds=_GROUP_TIMEOUT_S)
