@@ -70,11 +70,9 @@ def add_exchanges(section: Section, found: Mapping[str, Any]) -> None:
         if row["goal"] is not None:
             goal = Goal(f"{what}, in a graph", row["graph_over_floor"], row["goal"], "x floor")
             section.goals.append(goal)
-        if row["goal_eager_over_graph_us"] is not None:
-            known = row["eager_us"] is not None and row["graph_us"] is not None
-            over = row["eager_us"] - row["graph_us"] if known else None
+        if row["eager_goal_us"] is not None:
             section.goals.append(
-                Goal(f"{what}, eager on top of the graph", _round(over), row["goal_eager_over_graph_us"], "us")
+                Goal(f"{what}, eager on top of the graph", row["eager_over_graph_us"], row["eager_goal_us"], "us")
             )
     if lines:
         # Sizes together, as they are compared; sorting keeps the order in which the ways to exchange were measured.

@@ -130,11 +130,8 @@ def test_goals_are_for_two_ranks_with_a_gpu_each():
     for backend, ranks, where in (("nccl", 2, "links"), ("nvlink", 4, "links"), ("nvlink", 2, "shared")):
         assert goals.goal(backend, "direct", largest, ranks=ranks, where=where) == goals.Goal()
     assert all(goals.goal("nvlink", "staged", item, ranks=2, where="links").ratio for item in geometry.DEFAULT)
-    both = goals.Goal(2.4, 6.0)
-    assert both.verdict(2.4, 10.0, 16.0) == "met"
-    assert both.verdict(2.5, 10.0, 16.0) == both.verdict(2.4, 10.0, 16.1) == both.verdict(2.5, None, None) == "missed"
-    assert both.verdict(None, None, 16.0) == both.verdict(2.4, 10.0, None) == "not measured"
-    assert goals.Goal().verdict(9.0, 1.0, 99.0) is None
+    assert [goals.verdict(value, 2.4) for value in (2.4, 2.41, None)] == ["met", "missed", "not measured"]
+    assert goals.verdict(9.0, None) is None
 
 
 def measured(**figures: Any) -> dict[str, Any]:
@@ -159,6 +156,9 @@ def test_a_row_has_the_floor_and_the_goal_beside_the_figure():
     assert row["floor_us"] == pytest.approx(493.7, abs=0.1)
     assert row["graph_over_floor"] == pytest.approx(1.0229, abs=1e-3)
     assert (row["goal"], row["goal_is"]) == (1.03, "met")
+    assert (row["eager_over_graph_us"], row["eager_goal_us"], row["eager_goal_is"]) == (5.0, None, None)
+    small = report.finished_row("nvlink", measured(geometry=[1024, 24, 128]), Floor("links", 392e9, 1), LINKS)
+    assert (small["eager_goal_us"], small["eager_goal_is"]) == (6.0, "met")
     without = report.finished_row("nvlink", measured(), None, LINKS)
     assert (without["floor_us"], without["graph_over_floor"], without["goal_is"]) == (None, None, "not measured")
 
@@ -169,6 +169,8 @@ def test_tables_have_what_is_known(capsys: pytest.CaptureFixture[str]):
     rows = [
         report.finished_row("nvlink", measured(), rate, LINKS),
         report.finished_row("torch-symm", measured(), rate, LINKS),
+        report.finished_row("nvlink", measured(geometry=[1024, 24, 128], mode="max_sms=0"), rate, LINKS),
+        report.finished_row("nvlink", measured(geometry=[1024, 24, 128]), rate, LINKS),
         report.finished_row("gloo", measured(geometry=list(TINY), graph_us=None), rate, LINKS),
     ]
     found = report.document(
@@ -180,10 +182,12 @@ def test_tables_have_what_is_known(capsys: pytest.CaptureFixture[str]):
 
     report.show(found, LINKS, output.console())
     text = capsys.readouterr().out
-    large, small = text.split("S=64 H=4 D=32")
+    large, smallest, small = re.split("S=1024 H=24|S=64 H=4 D=32", text)
+    assert "more than one in a graph, at most 6: met" in " ".join(smallest.split())
     assert "S=75600 H=40: 184.6 MiB leave each rank, floor 493.7 us" in large
     (line,) = [line for line in large.splitlines() if "nvlink" in line]
-    assert line.split() == ["nvlink", "direct", "scatter", "505.0", "1.02", "510.0", "1.03", "20.0", "1.03", "met"]
+    assert line.split() == ["nvlink", "direct", "scatter", "505.0", "510.0", "20.0", "1.02", "1.03", "met"]
+    assert "torch-symm" in large and max(map(len, text.splitlines())) <= 80
     assert "graph" in large and "goal" in large
     assert "graph " not in small.split("floor = ")[0] and "goal" not in small
     assert "pcie: no" in small and "nccl, staged: broke" in small

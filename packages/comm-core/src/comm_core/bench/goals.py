@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from comm_core.bench.geometry import Geometry
 
-__all__ = ["EAGER_OVER_GRAPH_US", "Goal", "goal"]
+__all__ = ["EAGER_OVER_GRAPH_US", "Goal", "goal", "verdict"]
 
 _LARGE, _WAN, _D64, _MIDDLE, _SMALL = (
     Geometry(75600, 40),
@@ -39,19 +39,12 @@ class Goal(NamedTuple):
     ratio: float | None = None
     eager_over_graph_us: float | None = None
 
-    def verdict(self, ratio: float | None, graph_us: float | None, eager_us: float | None) -> str | None:
-        """Return ``"met"``, ``"missed"`` or ``"not measured"``; None where nothing is promised."""
-        judged: list[bool | None] = []
-        if self.ratio is not None:
-            judged.append(None if ratio is None else ratio <= self.ratio)
-        if self.eager_over_graph_us is not None:
-            over = None if graph_us is None or eager_us is None else eager_us - graph_us
-            judged.append(None if over is None else over <= self.eager_over_graph_us)
-        if not judged:
-            return None
-        if False in judged:
-            return "missed"
-        return "not measured" if None in judged else "met"
+
+def verdict(value: float | None, limit: float | None) -> str | None:
+    """Return ``"met"``, ``"missed"`` or ``"not measured"``; None where there is no limit."""
+    if limit is None:
+        return None
+    return "not measured" if value is None else "met" if value <= limit else "missed"
 
 
 def goal(backend: str, mode: str, geometry: Geometry, *, ranks: int, where: str) -> Goal:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from comm_core.bench.floor import Floor
 from comm_core.bench.geometry import MIB, Geometry
-from comm_core.bench.goals import goal
+from comm_core.bench.goals import goal, verdict
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -42,6 +42,7 @@ def finished_row(backend: str, row: Mapping[str, Any], floor: Floor | None, plac
     graph, eager = row["graph_us"], row["eager_us"]
     wanted = goal(backend, row["mode"], geometry, ranks=ranks, where=placement.where)
     ratio = _over(graph, least)
+    above = None if graph is None or eager is None else eager - graph
     return {
         "backend": backend,
         "mode": row["mode"],
@@ -58,8 +59,10 @@ def finished_row(backend: str, row: Mapping[str, Any], floor: Floor | None, plac
         "host_us": _rounded(row["host_us"]),
         "calls": row["calls"],
         "goal": wanted.ratio,
-        "goal_eager_over_graph_us": wanted.eager_over_graph_us,
-        "goal_is": wanted.verdict(ratio, graph, eager),
+        "goal_is": verdict(ratio, wanted.ratio),
+        "eager_over_graph_us": _rounded(above),
+        "eager_goal_us": wanted.eager_over_graph_us,
+        "eager_goal_is": verdict(above, wanted.eager_over_graph_us),
     }
 
 
@@ -116,8 +119,8 @@ def show(found: Mapping[str, Any], placement: Placement, out: Console) -> None:
         text = found["floor"]["text"] if found["floor"] else "The floor could not be measured, see the errors."
         output.note(
             f"{text}. Times in microseconds a call, medians of batches, the slower rank; 'graph' is 20 calls in one "
-            "CUDA graph; 'x' is the multiple of the floor; 'host' is what an eager call keeps the host busy. Every "
-            "exchange was compared by value.",
+            "CUDA graph; 'host' is what an eager call keeps the host busy; 'x' is the multiple of the floor, of the "
+            "graph's time where there is one. Every exchange was compared by value.",
             out,
         )
     output.paragraph("Left out", [_reason(item) for item in found["left_out"]], out)
@@ -136,14 +139,23 @@ def _table(geometry: Geometry, rows: Sequence[Mapping[str, Any]], out: Console) 
     title = f"{geometry.name}: {first['remote_bytes'] / MIB:.4g} MiB leave each rank{floor}"
     graphs = any(row["graph_us"] is not None for row in rows)
     goals = any(row["goal_is"] for row in rows)
-    heads = ["backend", "mode", "heads", *(["graph", "x"] * graphs), "eager", "x ", "host", *(["goal"] * goals)]
-    table = output.Sheet(title, *heads, fixed=[head for head in heads if head != "backend"])
+    # Within 80 columns: one multiple of the floor, that of the graph where there is one.
+    heads = ["backend", "mode", "heads", *(["graph"] * graphs), "eager", "host", "x", *(["goal"] * goals)]
+    table = output.Sheet(title, *heads, fixed=heads)
     for row in rows:
-        cells = [row["backend"], row["mode"], _HEADS[row["operation"]]]
-        cells += [_us(row["graph_us"]), _ratio(row["graph_over_floor"])] * graphs
-        cells += [_us(row["eager_us"]), _ratio(row["eager_over_floor"]), _us(row["host_us"])]
-        table.add(*cells, *([_goal(row)] * goals))
+        cells = [row["backend"], row["mode"], _HEADS[row["operation"]], *([_us(row["graph_us"])] * graphs)]
+        ratio = row["eager_over_floor"] if row["graph_us"] is None else row["graph_over_floor"]
+        goal_text = "-" if row["goal_is"] is None else f"{row['goal']:.2f} {row['goal_is']}"
+        table.add(*cells, _us(row["eager_us"]), _us(row["host_us"]), _ratio(ratio), *([goal_text] * goals))
     table.print(out)
+    for row in rows:
+        if row["eager_goal_is"] is not None:
+            output.note(
+                f"{row['backend']}, {row['mode']}, {_HEADS[row['operation']]}: an eager call takes "
+                f"{_us(row['eager_over_graph_us'])} us more than one in a graph, at most {row['eager_goal_us']:g}: "
+                f"{row['eager_goal_is']}",
+                out,
+            )
 
 
 def _us(value: float | None) -> str:
@@ -156,11 +168,3 @@ def _ratio(value: float | None) -> str:
     if value is None:
         return "-"
     return f"{value:.0f}" if value >= 100 else f"{value:.2f}" if value < 10 else f"{value:.1f}"
-
-
-def _goal(row: Mapping[str, Any]) -> str:
-    if row["goal_is"] is None:
-        return "-"
-    parts = [] if row["goal"] is None else [f"{row['goal']:g}"]
-    parts += [] if row["goal_eager_over_graph_us"] is None else [f"+{row['goal_eager_over_graph_us']:g} us"]
-    return f"{', '.join(parts)} {row['goal_is']}"

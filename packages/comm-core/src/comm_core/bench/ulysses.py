@@ -95,11 +95,17 @@ def facts(group: Any, placement: Placement) -> Mapping[str, Any]:
 def operand(
     geometry: Geometry, operation: str, rank: int, ranks: int, number: int, device: torch.device
 ) -> torch.Tensor:
-    """Return random bits that differ for every rank and number, and are the same wherever they are made."""
-    generator = torch.Generator(device).manual_seed(1009 * number + rank)
+    """Return bits that differ for every rank and number, and are the same on whatever device they are made.
+
+    Not torch's random numbers: on CUDA they depend on how many SMs a GPU has.
+    """
     shape = geometry.shape(operation, ranks)
-    values = torch.randint(-(2**15), 2**15, shape, dtype=torch.int16, device=device, generator=generator)
-    return values.view(torch.bfloat16)
+    bits = torch.arange(torch.Size(shape).numel(), dtype=torch.int32, device=device)
+    # A multiplication by an odd number mixes upwards, a shift downwards: two rounds leave no two slices alike.
+    bits.add_((1009 * number + rank + 1) * 0x3C6EF35)
+    for factor in (0x45D9F3B, 0x119DE1F3):
+        bits.bitwise_xor_(bits >> 15).mul_(factor)
+    return bits.bitwise_xor_(bits >> 16).to(torch.int16).view(shape).view(torch.bfloat16)
 
 
 def measure(group: Any, job: Job) -> list[Row]:
