@@ -8,19 +8,22 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from comm_core.bench import command, floor, geometry, goals, launch, plot, redact, report, timing, ulysses
+from comm_core.bench import command, contenders, floor, geometry, goals, launch, plot, redact, report, timing, ulysses
 from comm_core.bench.contenders import AllToAll
 from comm_core.bench.floor import Floor
 from comm_core.bench.geometry import MIB, OPERATIONS, Geometry
 from comm_core.bench.launch import Placement, place
 from comm_core.errors import ArgumentValueError, CommError
+from comm_core.testing import reference
 from comm_core.testing.cli import commctl
+from comm_core.testing.ranks import run_threads
 
 TINY = Geometry(64, 4, 32)
 ON_CPU = Placement("cpu", "shared", 2, 0)
@@ -283,6 +286,86 @@ def test_a_wrong_exchange_is_never_timed(ranks: Any):
     assert "in compare" in error.trace
     # The other rank waits for it until its own deadline, or loses it.
     assert first.kind in ("exception", "timeout")
+
+
+class FakeSymmetricMemory:
+    """torch's symmetric memory among threads: what `contenders.SymmetricMemory` calls of it, with real barriers."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.memories: dict[int, torch.Tensor] = {}
+        self.barriers = {channel: threading.Barrier(size) for channel in (0, 1)}
+
+    def empty(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.zeros(numel, dtype=dtype, device=device)
+
+    def rendezvous(self, memory: torch.Tensor, group: Any) -> FakeSymmetricMemory:
+        self.memories[group.rank()] = memory
+        self.barrier(1)
+        return self
+
+    def get_buffer(self, rank: int, sizes: Any, dtype: torch.dtype, storage_offset: int = 0) -> torch.Tensor:
+        numel = torch.Size(sizes).numel()
+        return self.memories[rank][storage_offset : storage_offset + numel].view(sizes)
+
+    def barrier(self, channel: int = 0) -> None:
+        self.barriers[channel].wait(10)
+
+
+class Member:
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank, self._size = rank, size
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_copies_into_peers_put_every_band_in_its_place(size: int, monkeypatch: pytest.MonkeyPatch):
+    """Over symmetric memory each operand has an output of its own, and later calls write no other one."""
+    fake = FakeSymmetricMemory(size)
+    monkeypatch.setattr(contenders.importlib, "import_module", lambda name: fake)
+    item, cpu = Geometry(16, 8, 4), torch.device("cpu")
+
+    def exchange(group: Any) -> dict[str, list[torch.Tensor]]:
+        member = Member(group.rank, size)
+        way = contenders.SymmetricMemory(member, cpu, 3 * item.operand_bytes(size))
+        assert way.modes(("direct", "staged")) == ["direct"]
+        found: dict[str, list[torch.Tensor]] = {}
+        for operation in OPERATIONS:
+            xs = [ulysses.operand(item, operation, group.rank, size, number, cpu) for number in range(3)]
+            outs = way.outputs(item, "direct", xs, operation)
+            for x, out in zip(xs, outs, strict=True):
+                way.call(operation, x, out)
+            way.align()
+            found[operation] = [out.clone() for out in outs]
+            way.align()
+        return found
+
+    results = run_threads(size, exchange)
+    for operation in OPERATIONS:
+        for number in range(3):
+            xs = [ulysses.operand(item, operation, rank, size, number, cpu) for rank in range(size)]
+            for rank, expected in enumerate(getattr(reference, operation)(xs)):
+                reference.assert_same_bits(results[rank][operation][number], expected)
+
+
+def test_operands_differ_between_ranks_numbers_and_slices():
+    """A piece that came from the wrong place must look wrong."""
+    item, cpu = Geometry(1024, 24), torch.device("cpu")
+    bits = [
+        ulysses.operand(item, "scatter_heads", rank, 2, number, cpu).view(torch.int16)
+        for rank in range(2)
+        for number in range(16)
+    ]
+    alike = [float((a == b).float().mean()) for i, a in enumerate(bits) for b in bits[:i]]
+    assert max(alike) < 1e-3
+    heads = bits[0].view(-1, 24, 128)
+    assert max(float((heads[:, i] == heads[:, j]).float().mean()) for i in range(24) for j in range(i)) < 1e-2
+    assert max(float((heads[i] == heads[i + 1]).float().mean()) for i in range(500)) < 1e-2
 
 
 def die_on_the_last(group: Any, how: str) -> int:
