@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import gpu_check
+import workspace
 from comm_core.bench import floor, launch
 from comm_core.bench import report as bench_report
 from gpu import bench_rows, bench_windows, junit, mps, processes, report, sections
@@ -164,6 +165,20 @@ def test_children_have_no_settings_of_the_callers(tmp_path: Path):
     assert environment.keys() == {"PATH", "PYTHONPATH", "XDG_CACHE_HOME", "CUDA_MPS_PIPE_DIRECTORY"}
     # Where no daemon is: one that serves the whole machine must not be used by what has to run without.
     assert environment["CUDA_MPS_PIPE_DIRECTORY"].startswith(str(tmp_path))
+
+
+def test_children_find_the_plugins_of_this_tree(tmp_path: Path):
+    """Whether or not anything is installed: a benchmark without a transport would pass without it."""
+    code = (
+        "from importlib.metadata import entry_points\n"
+        "print(*sorted({point.name for point in entry_points(group='comm_core.v1')}))"
+    )
+    environment = processes.clean_environment(tmp_path)
+    done = processes.run(
+        [sys.executable, "-S", "-c", code], environment=environment, timeout_s=30, log=tmp_path / "l"
+    )
+    wanted = {name.removeprefix("comm-") for name in workspace.find_packages(ROOT)} - {"core"}
+    assert done.code == 0 and wanted <= set(done.text.split())
 
 
 DAEMON = """#!/bin/bash

@@ -20,7 +20,7 @@ from comm_core.bench.contenders import AllToAll
 from comm_core.bench.floor import Floor
 from comm_core.bench.geometry import MIB, OPERATIONS, Geometry
 from comm_core.bench.launch import Placement, place
-from comm_core.errors import ArgumentValueError, CommError
+from comm_core.errors import ArgumentValueError, CommError, UnsupportedError
 from comm_core.testing import reference
 from comm_core.testing.cli import commctl
 from comm_core.testing.ranks import run_threads
@@ -277,6 +277,40 @@ def measure_wrong(group: Any, asked: ulysses.Job) -> Any:
         ulysses.AllToAll = AllToAll
 
 
+class Graph:
+    """A graph that does its calls when it is replayed, as on a CPU there is no other."""
+
+    def __init__(self, work: Any) -> None:
+        self.replay = work
+
+
+class Capturable(AllToAll):
+    capturable = True
+
+
+def measure_captured(group: Any, asked: ulysses.Job, refused_on: tuple[int, ...]) -> Any:
+    def capture(work: Any) -> Graph:
+        if group.rank() in refused_on:
+            raise UnsupportedError("can't be captured")
+        return Graph(work)
+
+    before = timing.captured
+    ulysses.AllToAll, timing.captured = Capturable, capture
+    try:
+        return ulysses.measure(group, asked)
+    finally:
+        ulysses.AllToAll, timing.captured = AllToAll, before
+
+
+def test_graphs_are_compared_and_timed_and_may_be_refused_by_all_or_none(ranks: Any):
+    asked = job(ulysses.ALL_TO_ALL)
+    assert all(row["graph_us"] > 0 for rows in ranks.run(measure_captured, asked, (), ranks=2) for row in rows)
+    for rows in ranks.run(measure_captured, asked, (0, 1), ranks=2):
+        assert [row["graph_us"] for row in rows] == [None, None] and all(row["eager_us"] > 0 for row in rows)
+    _, second = ranks.run_outcomes(measure_captured, asked, (1,), ranks=2, timeout_s=4)
+    assert "other ranks have captured what this one can't: can't be captured" in str(second.exception)
+
+
 def test_a_wrong_exchange_is_never_timed(ranks: Any):
     """B1: one rank's wrong result is an error with the first element, and what was right before it stands."""
     first, second = ranks.run_outcomes(measure_wrong, job(ulysses.ALL_TO_ALL), ranks=2, timeout_s=5)
@@ -408,6 +442,7 @@ def test_the_command_measures_for_real(tmp_path: Path, capsys: pytest.CaptureFix
     for row in found["rows"]:
         assert row["eager_over_floor"] == pytest.approx(row["eager_us"] / row["floor_us"], rel=1e-3)
         assert row["remote_bytes"] == TINY.remote_bytes(2) and row["goal_is"] is None
+    # Once: what can't be opened is not tried in further modes.
     assert [item["what"] for item in found["errors"]] == ["nvlink, direct and staged"]
     assert "7 tokens don't divide among 2 ranks" in {item["why"] for item in found["left_out"]}
     assert (found["ranks"], found["where"], found["device"]) == (2, "shared", "cpu")

@@ -145,6 +145,7 @@ class _Runner:
 
     def __init__(self, options: Options, placement: Placement, ranks: launch.Ranks, found: _Found) -> None:
         self.options, self.placement, self.ranks, self.found = options, placement, ranks, found
+        self.refused: set[str] = set()
 
     def measure(self, fit: tuple[Geometry, ...], modes: tuple[str, ...]) -> None:
         from comm_core.bench import ulysses
@@ -154,7 +155,9 @@ class _Runner:
         for backend, own, options in self.jobs(modes):
             job = ulysses.Job(self.placement, backend, own, fit, batches, options=options)
             named = backend in self.options.backends and not set(own) & (set(_NEEDS) - set(self.options.modes))
-            self.part(f"{backend}, {' and '.join(own)}", lambda job=job, named=named: self.contender(job, named))
+            # What can't be opened at all need not be tried with further arguments.
+            if backend not in self.refused:
+                self.part(f"{backend}, {' and '.join(own)}", lambda job=job, named=named: self.contender(job, named))
 
     def part(self, name: str, work: Callable[[], None]) -> None:
         began = time.monotonic()
@@ -183,6 +186,7 @@ class _Runner:
         from comm_core.bench import ulysses
         from comm_core.plugins.discovery import registry
         from comm_core.transport.dist import DistTransport
+        from comm_core.windows.transport import WindowTransport
 
         transports = registry().transports
         names = list(dict.fromkeys(self.options.backends)) or sorted(
@@ -195,12 +199,15 @@ class _Runner:
             if name == "gloo" and self.placement.kind == "device" and not self.options.backends:
                 self.found.leave_out(name, "it takes seconds a call through the host; --backend gloo measures it")
                 continue
-            plain = isinstance(transports.get(name), DistTransport)
+            transport = transports.get(name)
+            plain = isinstance(transport, DistTransport)
             # One opening for all modes that need no arguments of their own.
             together = tuple(mode for mode in modes if mode not in _NEEDS and not (plain and mode != "staged"))
             jobs += [(name, together, {})] if together else []
             if not plain:
-                jobs += [(name, ("max_sms=0",), {"max_sms": 0})] if "max_sms=0" in modes else []
+                # Windows as they are take no notice of it, so the figure would be that of another mode.
+                heeds = type(transport) is not WindowTransport
+                jobs += [(name, ("max_sms=0",), {"max_sms": 0})] if heeds and "max_sms=0" in modes else []
                 jobs += [(name, ("pool",), {})] if "pool" in modes else []
         for name, mode, why in self.comparators():
             if name in names or (self.options.compare and not why):
@@ -233,7 +240,10 @@ class _Runner:
             isinstance(error, ulysses.PartError) and not error.opened and error.kind in _REFUSALS
             for error in failed.values()
         )
-        if refused and not named and len(failed) == len(results):
+        refused = refused and len(failed) == len(results)
+        if refused and not job.options:
+            self.refused.add(job.backend)
+        if refused and not named:
             self.found.leave_out(what, str(getattr(failed[0], "text", failed[0])))
         else:
             self.found.fail(what, _story(failed, len(results)))

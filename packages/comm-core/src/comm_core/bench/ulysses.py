@@ -15,9 +15,9 @@ import torch
 from comm_core._version import __version__
 from comm_core.bench import timing
 from comm_core.bench.contenders import AllToAll, Contender, OverCommunicator, SymmetricMemory
-from comm_core.bench.geometry import OPERATIONS, Geometry
+from comm_core.bench.geometry import MIB, OPERATIONS, Geometry
 from comm_core.bench.launch import Placement
-from comm_core.errors import CommError
+from comm_core.errors import CommError, UnsupportedError
 from comm_core.testing import reference
 
 __all__ = ["ALL_TO_ALL", "SYMMETRIC_MEMORY", "Job", "PartError", "Row", "facts", "measure"]
@@ -152,8 +152,10 @@ def _open(group: Any, job: Job, device: torch.device) -> Contender:
         return SymmetricMemory(group, device, together)
     options = dict(job.options)
     if "pool" in job.modes:
-        # A little more for how the arena divides its memory.
-        options["pool_bytes"] = together + (64 << 20)
+        # For all geometries: what torch has divided for one of them does not always serve the next. And a little more
+        # for the steps in which it takes memory.
+        sizes = [geometry.operand_bytes(ranks) for geometry in job.geometries]
+        options["pool_bytes"] = sum(timing.sets_of(nbytes) * nbytes for nbytes in sizes) + 128 * MIB
     return OverCommunicator(group, job.backend, device, most, options)
 
 
@@ -186,8 +188,8 @@ class _Bench:
         calls = timing.batch_calls(nbytes, self.seconds_of(several(2)) / 2)
         eager = self.batches(several(calls), calls)
         graph: timing.Times | None = None
-        if self.contender.capturable:
-            captured = timing.captured(several(timing.GRAPH_CALLS))
+        captured = self.captured(several(timing.GRAPH_CALLS)) if self.contender.capturable else None
+        if captured is not None:
             self.poison(outs)
             captured.replay()
             self.compare(geometry, operation, outs[: timing.GRAPH_CALLS])
@@ -198,7 +200,6 @@ class _Bench:
                     captured.replay()
 
             graph = self.batches(replay, replays * timing.GRAPH_CALLS)
-            del captured
         # Once more, after calls that nothing kept apart.
         self.compare(geometry, operation, outs)
         return {
@@ -212,6 +213,19 @@ class _Bench:
             "graph_us": None if graph is None else graph.device,
             "took_s": time.perf_counter() - began,
         }
+
+    def captured(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
+        """Return the graph of `work`, or None where every rank says that this way to call can't be captured."""
+        graph, refused = None, None
+        # The hosts of a transport may have to meet while they capture.
+        timing.meet(self.group)
+        try:
+            graph = timing.captured(work)
+        except UnsupportedError as error:
+            refused = error
+        if timing.largest(self.group, float(graph is not None)) and refused is not None:
+            raise CommError(f"other ranks have captured what this one can't: {refused}") from refused
+        return graph
 
     def batches(self, work: Callable[[], None], calls: int) -> timing.Times:
         count = self.job.batches
