@@ -285,7 +285,9 @@ class Graph:
 
 
 class Capturable(AllToAll):
-    capturable = True
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.capturable = True
 
 
 def measure_captured(group: Any, asked: ulysses.Job, refused_on: tuple[int, ...]) -> Any:
