@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,40 @@ def test_no_loop_fits_a_second_level_cache_and_none_is_endless():
     assert timing.batch_calls(369 * MIB, 5e-4) == 20
     assert timing.batch_calls(369 * MIB, 10.0) == 2
     assert timing.batch_calls(3 * MIB, 0.0) == 100
+
+
+class Event:
+    """A CUDA event by the host's clock."""
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+        self.at = 0.0
+
+    def record(self) -> None:
+        self.at = time.perf_counter()
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, end: Event) -> float:
+        return (end.at - self.at) * 1e3
+
+
+def test_a_batch_begins_when_all_ranks_are_there_and_is_divided_among_its_calls(monkeypatch: pytest.MonkeyPatch):
+    """Idle device, ranks met on the host, ranks aligned on the device, and only then the clock; the median counts."""
+    done: list[str] = []
+    lengths = iter([0.08, 0.02, 0.02, 0.02, 0.001])
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: done.append("idle"))
+    monkeypatch.setattr(timing, "meet", lambda group: done.append("met"))
+
+    def work() -> None:
+        done.append("work")
+        time.sleep(next(lengths))
+
+    times = timing.batches(None, torch.device("cuda", 0), lambda: done.append("aligned"), work, 20, 5)
+    assert done == ["idle", "met", "aligned", "work"] * 5
+    # 20 ms for 20 calls; a loaded machine may sleep longer, never shorter.
+    assert 990 < times.host <= times.device < 3900
 
 
 def test_the_floor_counts_the_bytes_that_share_what_bounds_them():
