@@ -111,6 +111,8 @@ def _less(context: Context) -> list[str]:
 
 
 _KILLS = "--ignore-glob=*_kill.py"
+_PLAIN = ("test_gpu_dist.py", "test_gpu_bench_links.py")
+"""Tests with NCCL."""
 
 
 def _note_mps(section: Section, service: mps.Mps) -> None:
@@ -136,13 +138,14 @@ def links(context: Context, section: Section) -> None:
         return
     sizes = ",".join(map(str, sorted({2, context.gpus, 8})))
     folders = _test_folders()
-    plain = [str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("packages/*/tests/gpu/test_gpu_dist.py"))]
+    found = [path for name in _PLAIN for path in sorted(ROOT.glob(f"packages/*/tests/gpu/{name}"))]
+    plain = [str(path.relative_to(ROOT)) for path in found]
     # NCCL is tested as it is used: one process on each GPU, no MPS.
     _pytest(context, section, "torch.distributed", plain, 120)
     with mps.running(context.environment) as service:
         _note_mps(section, service)
         inside = replace(context, environment=service.environment).changed(GPU_CHECK_SIZES=sizes)
-        options = [_KILLS, "--ignore-glob=*test_gpu_dist.py", *_less(context)]
+        options = [_KILLS, *(f"--ignore-glob=*{name}" for name in _PLAIN), *_less(context)]
         _pytest(inside, section, "across GPUs", folders, 75 if context.quick else 300, *options)
 
 
