@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from comm_core.jit.spec import ModuleSpec
 from comm_core.windows.table import MAX_SOURCES
-from comm_nvlink.routes import MAX_CHUNKS, MAX_SLICES
+from comm_nvlink.routes import MAX_SLICES
 
 if TYPE_CHECKING:
     from comm_core.jit import Module
 
-__all__ = ["FLAG_BYTES", "MAX_PEERS", "ULYSSES", "Calls", "Places", "State"]
+__all__ = ["FLAG_BYTES", "MAX_PEERS", "NO_SOURCES", "ULYSSES", "Calls", "Places", "State"]
 
 MAX_PEERS = 8
 """Ranks of a group. Twin: include/comm_nvlink/ulysses.cuh, kMaxPeers."""
 _LINE = 128
-FLAG_BYTES = (MAX_PEERS * (MAX_SLICES + MAX_CHUNKS) + MAX_PEERS + MAX_CHUNKS) * _LINE
+FLAG_BYTES = (MAX_PEERS * MAX_SLICES + MAX_PEERS + MAX_PEERS + 1) * _LINE
 """Size of a rank's flags. Twin: include/comm_nvlink/ulysses.cuh, Flags."""
 
 ULYSSES = ModuleSpec(
@@ -31,8 +30,9 @@ ULYSSES = ModuleSpec(
         "comm_nvlink_close_args_v1": "IIP0Q",
         # state, places, number, wait, offset; window, captured
         "comm_nvlink_meet_args_v1": "II2P3Q2I0Q",
-        # stream, state, table, copies, places, sources, landing, output, offset; window, operation, blocks, staging
-        "comm_nvlink_exchange_args_v1": f"II5P{MAX_SOURCES}Q3Q4I0Q",
+        # stream, state, table, copies, places, sources, landing, output, offset, target bytes;
+        # window, operation, blocks, staging window, chunks, record bytes
+        "comm_nvlink_exchange_args_v1": f"II5P{MAX_SOURCES}Q4Q6I0Q",
     },
     entry_points={
         "comm_nvlink_open_v1": "comm_nvlink_open_args_v1",
@@ -69,35 +69,15 @@ class Places(ctypes.Structure):
     )
 
 
-_NO_SOURCES = tuple((0,) * (MAX_SOURCES - count) for count in range(MAX_SOURCES + 1))
+NO_SOURCES = tuple((0,) * (MAX_SOURCES - count) for count in range(MAX_SOURCES + 1))
+"""What fills up the sources of a call that has fewer."""
 
 
 class Calls:
-    """The entry points of a loaded module."""
+    """The entry points of a loaded module; they take the fields of their structs in order."""
 
     def __init__(self, module: Module) -> None:
         self.open = module.bind("comm_nvlink_open_v1")
         self.close = module.bind("comm_nvlink_close_v1")
         self.meet = module.bind("comm_nvlink_meet_v1")
-        self._exchange = module.bind("comm_nvlink_exchange_v1")
-
-    def exchange(
-        self,
-        stream: int,
-        state: int,
-        table: int,
-        copies: int,
-        places: int,
-        sources: Sequence[int],
-        landing: int,
-        output: int,
-        window_offset: int,
-        window: int,
-        operation: int,
-        blocks: int,
-    ) -> None:
-        """Enqueue an exchange; see csrc/ulysses.cu. Window 0 is the one that stages."""
-        self._exchange(
-            stream, state, table, copies, places, *sources, *_NO_SOURCES[len(sources)], landing, output,
-            window_offset, window, operation, blocks, 0,
-        )  # fmt: skip
+        self.exchange = module.bind("comm_nvlink_exchange_v1")

@@ -22,10 +22,10 @@ from comm_core.windows.signals import Operation
 from comm_core.windows.window import MAX_WINDOWS, MappedWindow
 from comm_core.windows.launch import WindowStruct
 from comm_nvlink.board import Boards, share_boards
-from comm_nvlink.launch import FLAG_BYTES, Calls, Places, State
+from comm_nvlink.launch import FLAG_BYTES, NO_SOURCES, Calls, Places, State
 from comm_nvlink.pool import MemoryPool
-from comm_nvlink.routes import Settings, route
-from comm_nvlink.table import compile_copies, compile_table
+from comm_nvlink.routes import Route, Settings, route
+from comm_nvlink.table import Table, compile_copies, compile_table
 
 if TYPE_CHECKING:
     from comm_core.consensus import Transaction
@@ -46,18 +46,31 @@ _MEET_CAPTURED_NS = 5_000_000_000
 
 
 class _Prepared:
-    """What a geometry needs at every call."""
+    """What a geometry needs at every call.
 
-    __slots__ = ("blocks", "copies", "copies_address", "chunks", "operation", "table", "table_address")
+    Attributes:
+        chunks: of the rest; 0 where the SMs do everything.
+        blocks: of the exchange kernel.
+        table: its table on the device.
+        copies: the copy engines' table on the host, or None.
+        before: the first fields of a call's arguments, which never change, for SMs alone.
+        before_engines: the same with the copy engines.
+        after: the last fields.
+    """
 
-    def __init__(self, table: torch.Tensor, copies: bytes | None, blocks: int, chunks: int, operation: int) -> None:
-        self.table = table
-        self.table_address = table.data_ptr()
+    __slots__ = ("after", "before", "before_engines", "blocks", "chunks", "copies", "operation", "table")
+
+    def __init__(
+        self, plan: Plan, way: Route, table: Table, copies: bytes | None, device: torch.device, state: int, places: int
+    ) -> None:
+        self.table = torch.frombuffer(bytearray(table.data), dtype=torch.uint8).to(device)
         self.copies = None if copies is None else ctypes.create_string_buffer(copies, len(copies))
-        self.copies_address = 0 if self.copies is None else ctypes.addressof(self.copies)
-        self.blocks = blocks
-        self.chunks = chunks
-        self.operation = operation
+        self.blocks, self.chunks = way.blocks, way.chunks
+        self.operation = int(Operation.of(plan.operation))
+        address = self.table.data_ptr()
+        self.before = (state, address, 0, 0)
+        self.before_engines = (state, address, 0 if self.copies is None else ctypes.addressof(self.copies), places)
+        self.after = (self.operation, way.blocks, _STAGING, way.chunks, table.record_bytes)
 
 
 class NvlinkSession(WindowSession):
@@ -96,6 +109,7 @@ class NvlinkSession(WindowSession):
         poison: bool = True,
     ) -> None:
         self._nvlink = Calls(module)
+        self._exchange = self._nvlink.exchange
         self._pool_module = pool_module
         self._pool: MemoryPool | None = None
         self._settings = settings
@@ -205,24 +219,23 @@ class NvlinkSession(WindowSession):
                 raise ArgumentValueError(
                     f"{plan.operation}: {plan.target_bytes} bytes do not fit the staging window of {window.nbytes}"
                 )
-        by_engines = prepared.chunks != 0 and self._boards is not None
-        if by_engines:
+        before = prepared.before
+        if prepared.chunks != 0 and self._boards is not None:
             self._meet(plan, window.number, offset)
+            before = prepared.before_engines
         # Without SMs the data is left in staging by the copy engines, and copied out once it is all there.
         later = found is None and prepared.blocks == 0
-        self._nvlink.exchange(
+        self._exchange(
             self._stream(),
-            self._state_address,
-            prepared.table_address,
-            prepared.copies_address if by_engines else 0,
-            self._places_address if by_engines else 0,
-            [source.data_ptr() for source in sources],
+            *before,
+            *[source.data_ptr() for source in sources],
+            *NO_SOURCES[len(sources)],
             landing,
             landing if later else output,
             offset,
+            plan.target_bytes,
             window.number,
-            prepared.operation,
-            prepared.blocks,
+            *prepared.after,
         )
         if later:
             self._unstage(plan, window, destination)
@@ -238,9 +251,9 @@ class NvlinkSession(WindowSession):
             )
         way = route(plan, settings)
         copies = compile_copies(plan, way, settings.widths)
-        table = torch.frombuffer(bytearray(compile_table(plan, way)), dtype=torch.uint8).to(self._device)
+        table = compile_table(plan, way)
+        prepared = _Prepared(plan, way, table, copies, self._device, self._state_address, self._places_address)
         _cuda.synchronize(self._device)
-        prepared = _Prepared(table, copies, way.blocks, way.chunks, Operation.of(plan.operation))
         self._prepared[plan] = prepared
         return prepared
 

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from comm_core.errors import UnsupportedError
 from comm_core.transport.plan import Copy, Level, Plan
 from comm_core.windows.table import Entry, entries_of
 from comm_nvlink.routes import Route, evenly
 
-__all__ = ["compile_copies", "compile_table", "cut", "cut_all"]
+__all__ = ["Table", "compile_copies", "compile_table", "cut", "cut_all"]
 
-_HEADER = struct.Struct("Q4I0Q")
+_HEADER = struct.Struct("Q4I8x")
+_RECORD = struct.Struct("12I")
+_ENTRY_UNIT = 16
 _COPIES = struct.Struct("4I")
 _COPY = struct.Struct("7Q")
 _ENTRY_LIMIT = 1 << 30
@@ -98,37 +101,61 @@ def _starts(lists: Sequence[Sequence[object]]) -> bytes:
     return struct.pack(f"{len(starts)}I{len(starts) % 2}I", *starts, *[0] * (len(starts) % 2))
 
 
-def compile_table(plan: Plan, route: Route) -> bytes:
+@dataclass(frozen=True)
+class Table:
+    """What the exchange kernel of one rank executes for a plan.
+
+    Attributes:
+        data: for the device.
+        record_bytes: of each block's record.
+        records: for every block its lists of entries, as in the kernel's header.
+    """
+
+    data: bytes
+    record_bytes: int
+    records: tuple[tuple[tuple[Entry, ...], ...], ...]
+
+
+def compile_table(plan: Plan, route: Route) -> Table:
     """Return the device's table of a plan: for every block its part of each list (see ulysses.cuh).
 
     Raises:
         UnsupportedError: the plan has more levels than the device's tables.
     """
     peers = plan.world_size - 1
-    order = [(plan.rank + 1 + block % peers) % plan.world_size for block in range(route.blocks)]
-    slices = [block // peers for block in range(route.blocks)]
     sends = [_of_peer(plan.sends, peer) for peer in range(plan.world_size)]
     receives = [[in_place(copy) for copy in _of_peer(plan.receives, peer)] for peer in range(plan.world_size)]
     known = _of_peer(plan.receives, plan.rank)
     total = sum(copy.nbytes for copy in known)
-
-    def part(copies: Sequence[Copy], cuts: Sequence[int], index: int) -> list[Entry]:
-        return list(_entries(cut_all(copies, cuts[index], cuts[index + 1])))
-
-    lists: list[list[Entry]] = []
+    records: list[tuple[tuple[Entry, ...], ...]] = []
     if route.blocks:
         own = evenly(known, 0, total, route.blocks)
-        lists += [part(sends[plan.rank], own, block) for block in range(route.blocks)]
-        lists += [part(sends[peer], route.head, s) for peer, s in zip(order, slices, strict=True)]
         begin, end = (route.rest[0], route.rest[-1]) if route.rest else (total, total)
         rests = evenly(known, begin, end, route.slices)
-        lists += [part(sends[peer], rests, s) for peer, s in zip(order, slices, strict=True)]
-        lists += [part(receives[peer], route.head, s) for peer, s in zip(order, slices, strict=True)]
-        for chunk in range(route.chunks):
-            cuts = evenly(known, route.rest[chunk], route.rest[chunk + 1], route.slices)
-            lists += [part(receives[peer], cuts, s) for peer, s in zip(order, slices, strict=True)]
-    header = _HEADER.pack(plan.target_bytes, route.blocks, route.slices, route.chunks, len(lists))
-    return header + _starts(lists) + b"".join(entry.pack() for entries in lists for entry in entries)
+        chunks = [
+            evenly(known, begin, end, route.slices) for begin, end in zip(route.rest, route.rest[1:], strict=False)
+        ]
+        for block in range(route.blocks):
+            peer, part = (plan.rank + 1 + block % peers) % plan.world_size, block // peers
+            cuts = [(sends[plan.rank], own, block), (sends[peer], route.head, part), (sends[peer], rests, part)]
+            cuts += [(receives[peer], edges, part) for edges in (route.head, *chunks)]
+            records.append(tuple(_list(cut_all(copies, edges[i], edges[i + 1])) for copies, edges, i in cuts))
+    packed = [_record(lists) for lists in records]
+    size = -(-max(map(len, packed), default=0) // _ENTRY_UNIT) * _ENTRY_UNIT
+    header = _HEADER.pack(plan.target_bytes, route.blocks, route.slices, route.chunks, size)
+    return Table(header + b"".join(data.ljust(size, b"\0") for data in packed), size, tuple(records))
+
+
+def _list(copies: Sequence[Copy]) -> tuple[Entry, ...]:
+    return tuple(_entries(copies))
+
+
+def _record(lists: Sequence[Sequence[Entry]]) -> bytes:
+    starts = [0]
+    for entries in lists:
+        starts.append(starts[-1] + len(entries))
+    starts += [starts[-1]] * (_RECORD.size // 4 - len(starts))
+    return _RECORD.pack(*starts) + b"".join(entry.pack() for entries in lists for entry in entries)
 
 
 class _Copy2D(tuple[int, ...]):

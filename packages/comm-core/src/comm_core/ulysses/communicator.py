@@ -468,7 +468,7 @@ class UlyssesCommunicator:
         """Make a call of what `prepare` makes of `arguments`, alone, on this rank's device, and without gradients."""
         if self._closed or self._broken is not None:
             self._usable(operation)
-        if not self._busy.acquire(False):  # noqa: FBT003 - as a keyword it takes twice as long
+        if not self._busy.acquire(False):
             raise UnsupportedError(
                 f"{operation}: another call of this communicator is running in another thread; a communicator takes "
                 "one call at a time, make one for each thread"
@@ -488,9 +488,7 @@ class UlyssesCommunicator:
         finally:
             self._busy.release()
 
-    def _execute(
-        self, operation: str, prepare: Callable[..., Call], arguments: tuple[object, ...]
-    ) -> torch.Tensor:
+    def _execute(self, operation: str, prepare: Callable[..., Call], arguments: tuple[object, ...]) -> torch.Tensor:
         if self._checked:
             call = agree(self._group, operation, self._number, self._calls, lambda: prepare(*arguments))
         else:
