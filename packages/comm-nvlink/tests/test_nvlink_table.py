@@ -211,39 +211,50 @@ def settings_for(draw: Any, size: int, engines: bool | None = None) -> Settings:
 
 @dataclass
 class Lists:
-    """A device's table, read."""
+    """A device's table, read: for each block its lists."""
 
     target_bytes: int
     blocks: int
     slices: int
     chunks: int
-    lists: list[list[Run]]
+    records: list[list[list[Run]]]
 
     def of(self, kind: int, block: int) -> list[Run]:
-        return self.lists[kind * self.blocks + block]
+        return self.records[block][kind]
+
+
+def records_of(data: bytes) -> tuple[tuple[int, ...], list[list[list[tuple[int, ...]]]]]:
+    """Read a table as ``ulysses.cuh`` documents it; return the header, and each block's lists of entries' fields."""
+    target_bytes, blocks, slices, chunks, size = struct.unpack_from("=Q4I", data)
+    assert len(data) == 32 + blocks * size and size % 16 == 0
+    records: list[list[list[tuple[int, ...]]]] = []
+    for at in range(32, len(data), size or 1):
+        first = struct.unpack_from("=12I", data, at)
+        assert first[0] == 0 and list(first) == sorted(first)
+        # What a kernel of more chunks would read: nothing.
+        assert len(set(first[4 + chunks :])) == 1 and 48 + 112 * first[-1] <= size
+        entries = [struct.unpack_from("=2Q4Q4Q4I4I", data, at + 48 + 112 * number) for number in range(first[-1])]
+        records.append([entries[a:b] for a, b in zip(first, first[1:], strict=False)])
+    return (target_bytes, blocks, slices, chunks, size), records
 
 
 def read_table(data: bytes) -> Lists:
-    """Read a table as ``ulysses.cuh`` documents it."""
-    target_bytes, blocks, slices, chunks, count = struct.unpack_from("=Q4I", data)
-    assert count == ((4 + chunks) * blocks if blocks else 0)
-    first = struct.unpack_from(f"={count + 1}I", data, 24)
-    at = 24 + (count + 2) // 2 * 8
-    assert first[0] == 0 and list(first) == sorted(first) and len(data) == at + 112 * first[-1]
-    entries: list[list[Run]] = []
-    for number in range(first[-1]):
-        values = struct.unpack_from("=2Q4Q4Q4I4I", data, at + 112 * number)
+    """Read a table, with every row of its entries."""
+    header, records = records_of(data)
+
+    def rows_of(values: tuple[int, ...]) -> list[Run]:
         rows = [(values[0], values[1])]
         for repeat, source, target in zip(values[10:14], values[2:6], values[6:10], strict=True):
             rows = [(s + i * source, t + i * target) for s, t in rows for i in range(repeat)]
         total, row_bytes, source, alignment = values[14:]
         assert total == len(rows) and row_bytes > 0 and row_bytes * total <= 1 << 30
         assert row_bytes % alignment == 0 and all(s % alignment == t % alignment == 0 for s, t in rows)
-        entries.append([(source, s, t, row_bytes) for s, t in rows])
+        return [(source, s, t, row_bytes) for s, t in rows]
+
     return Lists(
-        target_bytes, blocks, slices, chunks,
-        [[run for entry in entries[a:b] for run in entry] for a, b in zip(first, first[1:], strict=False)],
-    )  # fmt: skip
+        *header[:4],
+        [[[run for entry in entries for run in rows_of(entry)] for entries in lists] for lists in records],
+    )
 
 
 @dataclass
@@ -336,7 +347,7 @@ def test_all_ranks_together_move_every_byte_of_the_plan_once(data: Any) -> None:
     ways = [route(plan, chosen) for plan in group.plans]
     assert len(set(ways)) == 1, "ranks would wait for flags that nobody sets"
     way = ways[0]
-    tables = [read_table(compile_table(plan, way)) for plan in group.plans]
+    tables = [read_table(compile_table(plan, way).data) for plan in group.plans]
     engines = [compile_copies(plan, way, chosen.widths) for plan in group.plans]
     expected = by_rows(group)
     direct = [Memory(plan.target_bytes) for plan in group.plans]
@@ -388,8 +399,8 @@ def test_what_a_flag_stands_for_is_the_same_on_both_sides(data: Any) -> None:
     way = route(plan, chosen)
     nbytes = plan.target_bytes
     sender, receiver = data.draw(st.permutations(range(size)))[:2]
-    sent = read_table(compile_table(group.plans[sender], way))
-    got = read_table(compile_table(group.plans[receiver], way))
+    sent = read_table(compile_table(group.plans[sender], way).data)
+    got = read_table(compile_table(group.plans[receiver], way).data)
     engines = compile_copies(group.plans[sender], way, chosen.widths)
     here = [block_of(sender, size, receiver, i) for i in range(way.slices)]
     there = [block_of(receiver, size, sender, i) for i in range(way.slices)]
@@ -416,8 +427,8 @@ def test_copy_engines_alone_move_everything(data: Any) -> None:
     for plan in group.plans:
         way = route(plan, chosen)
         assert (way.blocks, way.slices, way.chunks) == (0, 0, 1)
-        empty = read_table(compile_table(plan, way))
-        assert (empty.blocks, empty.slices, empty.chunks, empty.lists) == (0, 0, 1, [])
+        empty = read_table(compile_table(plan, way).data)
+        assert (empty.blocks, empty.slices, empty.chunks, empty.records) == (0, 0, 1, [])
         read = read_copies(compile_copies(plan, way, chosen.widths))
         for peer in range(size):
             assert bool(read.lists[peer]) == (peer != plan.rank)
@@ -505,24 +516,13 @@ def test_entries_of_large_operands_keep_to_what_the_device_counts() -> None:
     nbytes = (5 << 30) + 3
     plan = plans.exchange_chunks(nbytes, 1, 1, 2)
     way = route(plan, Settings(2, 1, engine_bytes=1 << 60))
-    read = read_table_large(compile_table(plan, way))
-    # own share, head, no rest, received
+    _, (lists,) = records_of(compile_table(plan, way).data)
+    # own share, head, no rest, received: source offset, target offset, rows, bytes of a row
+    read = [[(values[0], values[1], values[14], values[15]) for values in entries] for entries in lists]
     for number, count in ((0, nbytes), (1, nbytes), (2, 0), (3, nbytes)):
         assert sum(rows * row for _, _, rows, row in read[number]) == count
         assert all(rows * row <= 1 << 30 for _, _, rows, row in read[number])
-    assert max(to for _, to, _, _ in read[3]) > 4 << 30
-
-
-def read_table_large(data: bytes) -> list[list[tuple[int, int, int, int]]]:
-    """As `read_table`, by entries: source offset, target offset, rows, bytes of a row."""
-    _, _, _, _, count = struct.unpack_from("=Q4I", data)
-    first = struct.unpack_from(f"={count + 1}I", data, 24)
-    at = 24 + (count + 2) // 2 * 8
-    found = []
-    for number in range(first[-1]):
-        values = struct.unpack_from("=2Q4Q4Q4I4I", data, at + 112 * number)
-        found.append((values[0], values[1], values[14], values[15]))
-    return [found[a:b] for a, b in zip(first, first[1:], strict=False)]
+    assert max(source for source, _, _, _ in read[0]) > 8 << 30
 
 
 # Routes
@@ -588,7 +588,8 @@ def test_the_sizes_that_the_sources_claim_are_those_that_python_packs() -> None:
     }
     assert claimed == {
         "Flags": launch.FLAG_BYTES,
-        "Table": table._HEADER.size,
+        "Table": 24,
+        "Record": table._RECORD.size,
         "Board": board.BOARD_BYTES,
         "comm_nvlink_copy_v1": table._COPY.size,
         "comm_nvlink_copies_v1": table._COPIES.size,
@@ -597,13 +598,21 @@ def test_the_sizes_that_the_sources_claim_are_those_that_python_packs() -> None:
     }
 
 
+def claimed_header() -> int:
+    """Return where the records begin: behind the header and a few bytes more."""
+    found = re.search(r"sizeof\(Table\) \+ (\d+) \+\s+uint64_t\(block\)", text_of("include/comm_nvlink/ulysses.cuh"))
+    assert found is not None
+    return 24 + int(found[1])
+
+
 def test_the_limits_are_the_same_on_both_sides() -> None:
     text = text_of("include/comm_nvlink/ulysses.cuh")
     found = {name: int(value) for name, value in re.findall(r"constexpr uint32_t (k\w+) = (\d+);", text)}
     assert found["kMaxPeers"] == launch.MAX_PEERS == 8
     assert found["kMaxSlices"] == routes.MAX_SLICES
     assert found["kMaxChunks"] == routes.MAX_CHUNKS
-    # What `read_table` above counts on.
+    # What `records_of` above counts on.
+    assert table._HEADER.size == claimed_header() == 32
     assert "enum List : uint32_t { kOwn = 0, kHead = 1, kRest = 2, kReceived = 3 };" in text
 
 
