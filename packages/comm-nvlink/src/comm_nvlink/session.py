@@ -294,6 +294,11 @@ class NvlinkSession(WindowSession):
                     self._group.rank,
                 )
 
+    def close(self, timeout_s: float | None = None) -> None:
+        """See `WindowSession.close`."""
+        super().close(timeout_s)
+        self._prepared.clear()
+
     def memory_pool(self) -> AbstractContextManager[object]:
         """See `TransportSession.memory_pool`."""
         self.check()
