@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from comm_core import _cuda
-from comm_core.errors import ArgumentValueError, PeerStalledError, UnsupportedError
+from comm_core.errors import ArgumentValueError, PeerStalledError, TransportError, UnsupportedError
 from comm_core.transport.dist import SMALL_BYTES, check_small
 from comm_core.transport.interface import Properties, Staging
 from comm_core.transport.plan import Plan
@@ -192,13 +192,21 @@ class NvlinkSession(WindowSession):
 
     def _self_test(self) -> None:
         """Exchange patterns that differ for every pair: by the SMs alone, and by the copy engines and the SMs."""
-        super()._self_test()
-        if self._boards is None:
-            return
-        size, rank = self._group.size, self._group.rank
-        plan = replace(gather.small_plan(gather.TEST_BYTES, rank, size), operation="self_test")
-        self._prepare(plan, replace(self._settings, engine_bytes=0))
-        gather.self_test(_EngineTest(self, plan), self._device, rank, size)
+        problem: TransportError | None = None
+        try:
+            super()._self_test()
+        except PeerStalledError:
+            raise
+        except TransportError as error:
+            # A rank that left now would let the others wait for it until their deadline, and hide why.
+            problem = error
+        if self._boards is not None:
+            size, rank = self._group.size, self._group.rank
+            plan = replace(gather.small_plan(gather.TEST_BYTES, rank, size), operation="self_test")
+            self._prepare(plan, replace(self._settings, engine_bytes=0))
+            gather.self_test(_EngineTest(self, plan), self._device, rank, size)
+        if problem is not None:
+            raise problem
 
     # Calls
 
