@@ -33,8 +33,10 @@ _BLOCKS = 128
 """Blocks of an exchange on a GPU of its own. Each has an SM to itself: 132 on an H100 or H200, 148 on a B200, 108 on
 an A100, where the last ones start when the first have left (they are started in order, and each waits only for the
 same block of a peer)."""
-_SHARED_BLOCKS = 96
-"""Blocks of all ranks' kernels that share one GPU: they wait for each other, so all must be on it at once."""
+_SHARED_BLOCKS = 56
+"""Blocks of all ranks' kernels that share one GPU: they wait for each other, so all must be on it at once. A block has
+an SM to itself, and from compute capability 9.0 on the blocks of each rank's next call may be there already, waiting
+for the current one: twice as many. An H100 of the PCIe form has 114 SMs, the fewest of those; an A100 has 108."""
 
 
 def _engine_bytes() -> int | None:
