@@ -177,13 +177,21 @@ class NvlinkSession(WindowSession):
             if self._boards is not None:
                 self._state.boards[rank] = self._boards.addresses[rank]
         self._state.windows = ctypes.addressof(self._host_windows)
-        with _cuda.device_guard(self._device):
-            self._nvlink.open(self._state_address)
-        if self.arena is not None and self._pool_module is not None:
-            self._pool = MemoryPool(self._pool_module, self.arena.address, self.arena.nbytes)
+        try:
+            with _cuda.device_guard(self._device):
+                self._nvlink.open(self._state_address)
+            if self.arena is not None and self._pool_module is not None:
+                self._pool = MemoryPool(self._pool_module, self.arena.address, self.arena.nbytes)
+        except BaseException:
+            # The step that fails is not undone.
+            self._release()
+            raise
 
     def _disarm(self) -> None:
         super()._disarm()
+        self._release()
+
+    def _release(self) -> None:
         if self._pool is not None:
             self._pool.close()
         with _cuda.device_guard(self._device):
@@ -322,6 +330,11 @@ class NvlinkSession(WindowSession):
                     missing[0],
                     self._group.rank,
                 )
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """See `WindowSession.close`."""
+        super().close(timeout_s)
+        self._prepared.clear()
 
     def memory_pool(self) -> AbstractContextManager[object]:
         """See `TransportSession.memory_pool`."""

@@ -173,20 +173,24 @@ def _pitched(copy: Copy, widths: Widths, only_engines: bool) -> list[_Copy2D] | 
     """Return the copies of at most one pitched level that make up `copy`; None where engines are no good for it."""
     if copy.levels and copy.row_bytes < _MIN_WIDTH and not only_engines:
         return None
-    level = copy.levels[-1] if copy.levels else Level(1, copy.row_bytes, copy.row_bytes)
+    level, outer = Level(1, copy.row_bytes, copy.row_bytes), copy.levels
+    if copy.levels:
+        pitches = copy.levels[-1][1:]
+        if min(pitches) >= copy.row_bytes and max(pitches) <= _MAX_PITCH:
+            level, outer = copy.levels[-1], copy.levels[:-1]
+        elif not only_engines:
+            return None
     pitches = (level.source_pitch, level.target_pitch)
-    if level.repeat > 1 and (min(pitches) < copy.row_bytes or max(pitches) > _MAX_PITCH):
-        return None
     count = 1
-    for outer in copy.levels[:-1]:
-        count *= outer.repeat
+    for repeat, _, _ in outer:
+        count *= repeat
     if count > (_MOST_COPIES if only_engines else _MAX_COPIES):
         return None
     sides = [side for side, pitch in zip(("source", "target"), pitches, strict=True) if pitch != copy.row_bytes]
     pieces = max((widths.get((side, copy.row_bytes), 1) for side in sides if level.repeat > 1), default=1)
     edges = piece_edges(copy.row_bytes, pieces)
     found: list[_Copy2D] = []
-    outside = copy._replace(levels=copy.levels[:-1], row_bytes=1) if copy.levels else copy._replace(row_bytes=1)
+    outside = copy._replace(levels=outer, row_bytes=1)
     for source, target in outside.rows():
         for begin, end in zip(edges, edges[1:], strict=False):
             place = (source + begin, target + begin, *pitches)

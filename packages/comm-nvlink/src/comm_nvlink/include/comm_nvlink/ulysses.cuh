@@ -153,9 +153,12 @@ COMM_HD void keep_up(const Call& call) {
 
 // The part of `open_kernel` that concerns one peer: wait for its announcement, and compare it with
 // what the host was told, because the copy engines are about to write there. One thread.
+//
+// The announcement of a peer that the SMs serve is not looked at: they may have served it by now, and
+// it may be announcing the next operation.
 COMM_HD bool open_engine_peer(const ExchangeParams& p, const Call& call, uint32_t peer) {
-  if (open_peer(p.session, call, peer, p.target_bytes) == nullptr) return false;
   if (!((p.by_engines >> peer) & 1)) return true;
+  if (open_peer(p.session, call, peer, p.target_bytes) == nullptr) return false;
   const Announcement& said = own_block(call)->ready[peer];
   if (said.window == p.expected_window[peer] && said.offset == p.expected_offset[peer]) return true;
   Call bad = call;
@@ -307,10 +310,8 @@ __device__ __forceinline__ void settle(const ExchangeParams& p, const Call& call
   __shared__ bool spoil;
   __syncthreads();
   if (threadIdx.x == 0) {
-    // The abort word is read before the operation is over, because the next kernel may already look
-    // at it then.
-    bool broken = aborted(call);
-    spoil = leave(call, gridDim.x) && broken && p.session.poison;
+    bool broken = false;
+    spoil = leave(call, gridDim.x, &broken) && broken && p.session.poison;
   }
   __syncthreads();
   if (spoil) poison(p.output, p.target_bytes);
