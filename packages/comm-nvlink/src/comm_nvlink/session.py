@@ -7,7 +7,7 @@ import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -17,10 +17,11 @@ from comm_core.transport.dist import SMALL_BYTES, check_small
 from comm_core.transport.interface import Properties, Staging
 from comm_core.transport.plan import Plan
 from comm_core.windows import gather
+from comm_core.windows.launch import WindowStruct
 from comm_core.windows.session import WindowSession
 from comm_core.windows.signals import Operation
 from comm_core.windows.window import MAX_WINDOWS, MappedWindow
-from comm_core.windows.launch import WindowStruct
+from comm_nvlink import widths
 from comm_nvlink.board import Boards, share_boards
 from comm_nvlink.launch import FLAG_BYTES, NO_SOURCES, Calls, Places, State
 from comm_nvlink.pool import MemoryPool
@@ -50,7 +51,7 @@ class _Prepared:
 
     Attributes:
         chunks: of the rest; 0 where the SMs do everything.
-        blocks: of the exchange kernel.
+        senders: blocks of the exchange kernel that serve peers; 0 where there is none.
         table: its table on the device.
         copies: the copy engines' table on the host, or None.
         before: the first fields of a call's arguments, which never change, for SMs alone.
@@ -58,19 +59,26 @@ class _Prepared:
         after: the last fields.
     """
 
-    __slots__ = ("after", "before", "before_engines", "blocks", "chunks", "copies", "operation", "table")
+    __slots__ = ("after", "before", "before_engines", "chunks", "copies", "operation", "senders", "table")
 
     def __init__(
-        self, plan: Plan, way: Route, table: Table, copies: bytes | None, device: torch.device, state: int, places: int
+        self,
+        plan: Plan,
+        way: Route,
+        table: Table,
+        copies: bytes | None,
+        device: torch.device,
+        state: int,
+        places: int,
     ) -> None:
         self.table = torch.frombuffer(bytearray(table.data), dtype=torch.uint8).to(device)
         self.copies = None if copies is None else ctypes.create_string_buffer(copies, len(copies))
-        self.blocks, self.chunks = way.blocks, way.chunks
+        self.senders, self.chunks = way.senders, way.chunks
         self.operation = int(Operation.of(plan.operation))
         address = self.table.data_ptr()
         self.before = (state, address, 0, 0)
         self.before_engines = (state, address, 0 if self.copies is None else ctypes.addressof(self.copies), places)
-        self.after = (self.operation, way.blocks, _STAGING, way.chunks, table.record_bytes)
+        self.after = (self.operation, way.senders, way.copiers, _STAGING, way.chunks, table.record_bytes, 0)
 
 
 class NvlinkSession(WindowSession):
@@ -129,9 +137,13 @@ class NvlinkSession(WindowSession):
             form=form,
             staging_bytes=staging_bytes,
             timeout_s=timeout_s,
-            blocks_per_peer=max(1, settings.blocks // (settings.ranks * 2)),
+            blocks_per_peer=1,
             poison=poison,
         )
+        if settings.measured and self._boards is not None:
+            chosen = self._choose_widths(stages)
+            self._settings = replace(settings, widths=chosen)
+            _log.info("rows that the copy engines get in pieces: %s", widths.as_text(chosen))
 
     # Set-up
 
@@ -145,7 +157,7 @@ class NvlinkSession(WindowSession):
         boards = share_boards(stages)
         if isinstance(boards, Boards):
             self._boards = boards
-        elif self._settings.blocks == 0:
+        elif self._settings.senders == 0:
             raise UnsupportedError(
                 f"max_sms=0 needs the copy engines, whose destinations the ranks' hosts tell each other: {boards}"
             )
@@ -189,6 +201,41 @@ class NvlinkSession(WindowSession):
         packed = b"".join(window.pack() for window in self.windows)
         ctypes.memmove(self._host_windows, packed, len(packed))
         self._state.session = self._session
+
+    def _choose_widths(self, stages: Transaction) -> dict[tuple[str, int], int]:
+        """Find out which rows the copy engines are slow at, and in how many pieces they are faster. Collective."""
+        _, first = stages.step_shared("measure copies", lambda: self._measure(widths.keys(), (1,)), dict)
+        everyone = cast("list[widths.Times]", first)
+        candidates = widths.slow(everyone)
+        if not candidates:
+            return {}
+        pieces = stages.step_shared("measure pieces", lambda: self._measure(candidates, widths.PIECES), dict)[1]
+        parts = cast("list[widths.Times]", pieces)
+        return widths.choose([{**a, **b} for a, b in zip(everyone, parts, strict=True)], candidates)
+
+    def _measure(self, wanted: Sequence[tuple[str, int]], pieces: Sequence[int]) -> dict[str, float]:
+        """Time pitched copies into the next rank's staging window, at the same time as all the others."""
+        window = self.windows[_STAGING]
+        target = window.peer_pointers[(self._group.rank + 1) % self._group.size]
+        source = torch.empty(0, dtype=torch.uint8, device=self._device)
+
+        def time_copy(target_pitch: int, source_pitch: int, width: int, rows: int, count: int, room: int) -> float:
+            nonlocal source
+            if source.numel() < room:
+                source = torch.zeros(room, dtype=torch.uint8, device=self._device)
+            self.barrier()
+            return widths.milliseconds(
+                self._nvlink.time_copy, self._stream(), target, source.data_ptr(), target_pitch, source_pitch, width,
+                rows, count,
+            )  # fmt: skip
+
+        with _cuda.device_guard(self._device):
+            found = widths.measure(time_copy, window.nbytes, wanted, pieces)
+            # Nobody may write a peer's staging once that peer makes calls.
+            self.barrier()
+            _cuda.synchronize(self._device)
+        self.check()
+        return found
 
     def _self_test(self) -> None:
         """Exchange patterns that differ for every pair: by the SMs alone, and by the copy engines and the SMs."""
@@ -240,7 +287,7 @@ class NvlinkSession(WindowSession):
             self._meet(plan, window.number, offset)
             before = prepared.before_engines
         # Without SMs the data is left in staging by the copy engines, and copied out once it is all there.
-        later = found is None and prepared.blocks == 0
+        later = found is None and prepared.senders == 0
         self._exchange(
             self._stream(),
             *before,
@@ -279,7 +326,7 @@ class NvlinkSession(WindowSession):
         capturing = _cuda.is_capturing()
         wait_ns = _MEET_CAPTURED_NS if capturing else _MEET_NS
         limit_ns = int(self._timeout_s * 1e9)
-        if self._settings.blocks == 0:
+        if self._settings.senders == 0:
             wait_ns = limit_ns
         self._nvlink.meet(
             self._state_address,
@@ -290,7 +337,7 @@ class NvlinkSession(WindowSession):
             window,
             capturing,
         )
-        if self._settings.blocks == 0:
+        if self._settings.senders == 0:
             missing = [rank for rank in range(self._group.size) if not self._places.known >> rank & 1]
             missing.remove(self._group.rank)
             if missing:

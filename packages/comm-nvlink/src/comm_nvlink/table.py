@@ -5,14 +5,15 @@ Twins: ``include/comm_nvlink/ulysses.cuh`` (Table) and ``csrc/ulysses.cu`` (comm
 
 from __future__ import annotations
 
+import itertools
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from comm_core.errors import UnsupportedError
 from comm_core.transport.plan import Copy, Level, Plan
 from comm_core.windows.table import Entry, entries_of
-from comm_nvlink.routes import Route, evenly
+from comm_nvlink.routes import Route, Widths, evenly
 
 __all__ = ["Table", "compile_copies", "compile_table", "cut", "cut_all"]
 
@@ -128,21 +129,22 @@ def compile_table(plan: Plan, route: Route) -> Table:
     known = _of_peer(plan.receives, plan.rank)
     total = sum(copy.nbytes for copy in known)
     records: list[tuple[tuple[Entry, ...], ...]] = []
-    if route.blocks:
-        own = evenly(known, 0, total, route.blocks)
+    if route.senders:
         begin, end = (route.rest[0], route.rest[-1]) if route.rest else (total, total)
         rests = evenly(known, begin, end, route.slices)
         chunks = [
             evenly(known, begin, end, route.slices) for begin, end in zip(route.rest, route.rest[1:], strict=False)
         ]
-        for block in range(route.blocks):
+        for block in range(route.senders):
             peer, part = (plan.rank + 1 + block % peers) % plan.world_size, block // peers
-            cuts = [(sends[plan.rank], own, block), (sends[peer], route.head, part), (sends[peer], rests, part)]
-            cuts += [(receives[peer], edges, part) for edges in (route.head, *chunks)]
-            records.append(tuple(_list(cut_all(copies, edges[i], edges[i + 1])) for copies, edges, i in cuts))
+            cuts = [(sends[peer], route.head), (sends[peer], rests)]
+            cuts += [(receives[peer], edges) for edges in (route.head, *chunks)]
+            records.append(((), *(_list(cut_all(copies, edges[part], edges[part + 1])) for copies, edges in cuts)))
+        own = evenly(known, 0, total, route.copiers)
+        records += [(_list(cut_all(sends[plan.rank], begin, end)),) for begin, end in itertools.pairwise(own)]
     packed = [_record(lists) for lists in records]
     size = -(-max(map(len, packed), default=0) // _ENTRY_UNIT) * _ENTRY_UNIT
-    header = _HEADER.pack(plan.target_bytes, route.blocks, route.slices, route.chunks, size)
+    header = _HEADER.pack(plan.target_bytes, route.senders, route.copiers, route.chunks, size)
     return Table(header + b"".join(data.ljust(size, b"\0") for data in packed), size, tuple(records))
 
 
@@ -164,7 +166,12 @@ class _Copy2D(tuple[int, ...]):
     __slots__ = ()
 
 
-def _pitched(copy: Copy, widths: Mapping[int, int], only_engines: bool) -> list[_Copy2D] | None:
+def piece_edges(width: int, pieces: int) -> list[int]:
+    """Return where the pieces of a row begin, and its end. Twin: csrc/ulysses.cu, piece_edge."""
+    return [width * i // pieces // 16 * 16 for i in range(pieces)] + [width]
+
+
+def _pitched(copy: Copy, widths: Widths, only_engines: bool) -> list[_Copy2D] | None:
     """Return the copies of at most one pitched level that make up `copy`; None where engines are no good for it."""
     if copy.levels and copy.row_bytes < _MIN_WIDTH and not only_engines:
         return None
@@ -181,8 +188,9 @@ def _pitched(copy: Copy, widths: Mapping[int, int], only_engines: bool) -> list[
         count *= repeat
     if count > (_MOST_COPIES if only_engines else _MAX_COPIES):
         return None
-    pieces = widths.get(copy.row_bytes, 1) if level.repeat > 1 else 1
-    edges = [copy.row_bytes * i // pieces // 16 * 16 for i in range(pieces)] + [copy.row_bytes]
+    sides = [side for side, pitch in zip(("source", "target"), pitches, strict=True) if pitch != copy.row_bytes]
+    pieces = max((widths.get((side, copy.row_bytes), 1) for side in sides if level.repeat > 1), default=1)
+    edges = piece_edges(copy.row_bytes, pieces)
     found: list[_Copy2D] = []
     outside = copy._replace(levels=outer, row_bytes=1)
     for source, target in outside.rows():
@@ -192,7 +200,7 @@ def _pitched(copy: Copy, widths: Mapping[int, int], only_engines: bool) -> list[
     return found
 
 
-def compile_copies(plan: Plan, route: Route, widths: Mapping[int, int]) -> bytes | None:
+def compile_copies(plan: Plan, route: Route, widths: Widths) -> bytes | None:
     """Return the launcher's table of the rests and of this rank's own share.
 
     None where there is no rest, or where the copy engines are no good for the rows of this rank's operands: then its
@@ -203,7 +211,7 @@ def compile_copies(plan: Plan, route: Route, widths: Mapping[int, int]) -> bytes
     """
     if not route.rest:
         return None
-    only = route.blocks == 0
+    only = route.senders == 0
     ranges = [*zip(route.rest, route.rest[1:], strict=False), (route.rest[0], route.rest[-1])]
     sends = [_of_peer(plan.sends, peer) for peer in range(plan.world_size)]
     own = sends[plan.rank]

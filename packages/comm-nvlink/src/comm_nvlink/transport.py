@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from comm_core.consensus import Transaction
     from comm_nvlink.session import NvlinkSession
 
-__all__ = ["NvlinkTransport", "VARIABLES", "settings_of"]
+__all__ = ["VARIABLES", "NvlinkTransport", "settings_of"]
 
 VARIABLES = {
     "COMM_NVLINK_ENGINE_BYTES": "remote bytes from which on an exchange uses the copy engines, equal on all ranks",
@@ -53,12 +53,14 @@ def settings_of(request: Request, facts: Sequence[RankFacts]) -> Settings:
     devices = [record.device.uuid for record in facts]
     sharing = max(devices.count(device) for device in devices)
     peers = len(facts) - 1
-    wanted = cast("int | None", request.options.get("max_sms"))
     blocks = _BLOCKS if sharing == 1 else _SHARED_BLOCKS // sharing
+    wanted = cast("int | None", request.options.get("max_sms"))
     if wanted is not None:
         blocks = min(blocks, wanted)
-    slices = 0 if wanted == 0 else min(MAX_SLICES, max(1, blocks // peers))
-    settings = Settings(len(facts), slices * peers)
+    copiers = max(1, blocks // 4) if blocks else 0
+    slices = min(MAX_SLICES, (blocks - copiers) // peers)
+    # Ranks that share a GPU have no link to measure.
+    settings = Settings(len(facts), slices * peers, copiers, measured=sharing == 1)
     own = facts[0].plugins.get(NvlinkTransport.name, {}).get("engine_bytes")
     return settings if own is None else settings.changed({"engine_bytes": own})
 
@@ -87,6 +89,13 @@ class NvlinkTransport(Transport):
         verdict = predicates.assess_nvlink(facts, allow_shared_gpu=request.allow_shared_gpu)
         if not verdict.eligible:
             return verdict
+        wanted = cast("int | None", request.options.get("max_sms"))
+        if wanted is not None and 0 < wanted < request.world_size:
+            return Verdict(
+                False,
+                f"max_sms={wanted}: an exchange of {request.world_size} ranks needs {request.world_size} SMs, one for "
+                "each peer and one for a rank's own share; or 0, for the copy engines alone",
+            )
         own = [record.plugins.get(self.name, {}) for record in facts]
         failed = {rank: item["error"] for rank, item in enumerate(own) if item.get("error")}
         if failed:
@@ -121,7 +130,7 @@ class NvlinkTransport(Transport):
             module,
             pool,
             device,
-            settings=Settings(request.world_size, cast("int", agreed["blocks"])).changed(agreed),
+            settings=Settings(request.world_size, 0, 0).changed(agreed),
             form=request.environment.get("COMM_PEER_MEMORY", AUTO),
             staging_bytes=request.max_bytes,
             pool_bytes=pool_bytes,
