@@ -34,9 +34,11 @@
 namespace comm {
 namespace nvlink {
 
-constexpr uint32_t kThreads = 512;
+// Few enough that two blocks fit a multiprocessor: then the next kernel's blocks can come and read their
+// records while this one's still wait.
+constexpr uint32_t kThreads = 256;
 constexpr uint32_t kMaxPeers = 8;    // ranks of a group
-constexpr uint32_t kMaxSlices = 160;  // blocks that serve one peer
+constexpr uint32_t kMaxSlices = 224;  // blocks that serve one peer
 constexpr uint32_t kMaxChunks = 8;
 
 // The flags of one peer's chunks, side by side so that one copy of the copy engines can set them
@@ -58,7 +60,7 @@ struct Flags {
 };
 
 static_assert(sizeof(ChunkFlags) == kLineBytes, "one peer's flags a line");
-static_assert(sizeof(Flags) == (8 * 160 + 8 + 8 + 1) * 128, "mirrored by comm_nvlink.launch");
+static_assert(sizeof(Flags) == (8 * 224 + 8 + 8 + 1) * 128, "mirrored by comm_nvlink.launch");
 
 // The work of one rank: a header, and a record for every block. A record is a list of lists of plan
 // entries: entries [first[i], first[i + 1]) for list i, with the entries after the starts, aligned
@@ -419,7 +421,7 @@ __device__ __forceinline__ bool serve(const ExchangeParams& p, const Call& call,
   return running;
 }
 
-__global__ void __launch_bounds__(kThreads, 1)
+__global__ void __launch_bounds__(kThreads, 2)
     exchange_kernel(const __grid_constant__ ExchangeParams p) {
   __shared__ alignas(16) char held[kRecordBytes];
   const Session& session = p.session;
