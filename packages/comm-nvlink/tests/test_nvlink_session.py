@@ -97,7 +97,7 @@ def host(modules: Modules, monkeypatch: pytest.MonkeyPatch) -> Iterator[ctypes.C
 def settings(size: int, *, slices: int = 2, engines: bool = False, **changes: Any) -> Settings:
     """Settings in which an exchange of some kilobytes does what one of megabytes does."""
     options = {"engine_bytes": 0 if engines else 1 << 40, "head_bytes": 2000, **changes}
-    return Settings(size, slices * (size - 1), **options)
+    return Settings(size, slices * (size - 1), 2 if slices else 0, **options)
 
 
 @contextlib.contextmanager
@@ -308,7 +308,7 @@ def test_who_moves_what_follows_the_settings(modules: Modules, host: ctypes.CDLL
     assert copies(settings(2)) == [0, 0]
     # Two chunks with a flag each, for one peer, by two ranks; and with no SM this rank's own share besides.
     assert copies(settings(2, engines=True)) == [8, 8] or copies(settings(2, engines=True))[0] >= 4
-    assert copies(Settings(2, 0)) == [6, 6]
+    assert copies(Settings(2, 0, 0)) == [6, 6]
 
 
 def rounds(group: Group, modules: Modules, chosen: Settings, count: int) -> int:
@@ -336,7 +336,7 @@ def rounds(group: Group, modules: Modules, chosen: Settings, count: int) -> int:
 @pytest.mark.parametrize("chosen", ["sms", "both", "engines"])
 def test_calls_follow_each_other_without_synchronization(modules: Modules, chosen: str) -> None:
     """G3: nobody writes before the receiver has announced; more calls than a board has records."""
-    choice = {"sms": settings(3), "both": settings(3, engines=True), "engines": Settings(3, 0)}[chosen]
+    choice = {"sms": settings(3), "both": settings(3, engines=True), "engines": Settings(3, 0, 0)}[chosen]
     assert run_threads(3, rounds, modules, choice, 300, timeout_s=100) == [300] * 3
 
 
@@ -452,7 +452,7 @@ def test_ranks_that_can_not_pass_descriptors_do_without_the_engines(
         assert run_threads(2, no_boards, modules, settings(2, engines=True)) == [[0, 1]] * 2
     assert host.host_copies() == before
     assert "the copy engines are not used" in caplog.text and "share no network" in caplog.text
-    texts = run_threads(2, no_boards, modules, Settings(2, 0))
+    texts = run_threads(2, no_boards, modules, Settings(2, 0, 0))
     assert len(set(texts)) == 1 and "max_sms=0 needs the copy engines" in texts[0]
     assert in_process._alive == {}
 
@@ -484,7 +484,7 @@ def gathers(group: Group, modules: Modules, chosen: Settings) -> list[int]:
 @pytest.mark.parametrize("chosen", ["sms", "both", "engines"])
 def test_small_gathers_of_any_size_go_in_rounds(modules: Modules, chosen: str) -> None:
     """Up to 1 MiB a rank, through a staging window of 64 KiB a rank."""
-    choice = {"sms": settings(3), "both": settings(3, engines=True), "engines": Settings(3, 0)}[chosen]
+    choice = {"sms": settings(3), "both": settings(3, engines=True), "engines": Settings(3, 0, 0)}[chosen]
     assert run_threads(3, gathers, modules, choice, timeout_s=100) == [[3, 5, 7]] * 3
 
 
@@ -841,18 +841,20 @@ def request_of(**options: Any) -> Any:
 
 
 @pytest.mark.parametrize("size", [2, 4, 6, 8])
-@pytest.mark.parametrize("max_sms", [None, 0, 8, 16, 1024])
+@pytest.mark.parametrize("max_sms", [None, 0, 8, 9, 16, 1024])
 def test_blocks_keep_to_what_was_agreed(size: int, max_sms: int | None) -> None:
-    """A whole number of blocks for each peer, no more than allowed, and on a GPU that is shared all at once."""
+    """A whole number of blocks for each peer, some for the own share, no more than allowed, and room for all ranks'."""
     own = transport.settings_of(request_of(max_sms=max_sms), facts([f"GPU-{rank}" for rank in range(size)]))
     shared = transport.settings_of(request_of(max_sms=max_sms), facts(["GPU-0"] * size))
-    for chosen, most in ((own, 128), (shared, 56 // size)):
-        assert chosen.ranks == size and chosen.blocks % (size - 1) == 0
-        assert (chosen.blocks == 0) == (max_sms == 0)
-        assert chosen.blocks <= max(most if max_sms is None else min(most, max_sms), size - 1)
-        assert chosen.to_json()["blocks"] == chosen.blocks
-    # What `test_nvlink_modules.py` counts on.
-    assert shared.blocks * size <= 56
+    for chosen, most in ((own, 128), (shared, 64 // size)):
+        blocks = chosen.senders + chosen.copiers
+        assert chosen.ranks == size and chosen.senders % (size - 1) == 0
+        assert (chosen.senders == 0) == (chosen.copiers == 0) == (max_sms == 0)
+        assert blocks <= (most if max_sms is None else min(most, max_sms))
+        assert chosen.to_json()["senders"] == chosen.senders
+    # What `test_nvlink_modules.py` counts on. Ranks on one GPU measure no link.
+    assert (shared.senders + shared.copiers) * size <= 64
+    assert own.measured and not shared.measured
 
 
 def test_the_variable_is_read_once_and_agreed_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -875,7 +877,7 @@ def test_the_pure_route_of_a_call_is_what_the_session_prepared(modules: Modules)
         with opened(group, modules, settings(group.size, engines=True)) as made:
             made.exchange(plan, (x,), x.clone())
             prepared, way = made._prepared[plan], route(plan, made._settings)
-            return (prepared.blocks, prepared.chunks) == (way.blocks, way.chunks) and way.chunks > 0
+            return (prepared.senders, prepared.chunks) == (way.senders, way.chunks) and way.chunks > 0
 
     assert run_threads(2, rank) == [True, True]
 

@@ -33,10 +33,10 @@ _BLOCKS = 128
 """Blocks of an exchange on a GPU of its own. Each has an SM to itself: 132 on an H100 or H200, 148 on a B200, 108 on
 an A100, where the last ones start when the first have left (they are started in order, and each waits only for the
 same block of a peer)."""
-_SHARED_BLOCKS = 56
+_SHARED_BLOCKS = 64
 """Blocks of all ranks' kernels that share one GPU: they wait for each other, so all must be on it at once. A block has
 an SM to itself, and from compute capability 9.0 on the blocks of each rank's next call may be there already, waiting
-for the current one: twice as many. An H100 of the PCIe form has 114 SMs, the fewest of those; an A100 has 108."""
+for the current one: twice as many, of 132 SMs. An A100 has 108, without that. Eight ranks need eight each."""
 
 
 def _engine_bytes() -> int | None:
@@ -57,7 +57,8 @@ def settings_of(request: Request, facts: Sequence[RankFacts]) -> Settings:
     wanted = cast("int | None", request.options.get("max_sms"))
     if wanted is not None:
         blocks = min(blocks, wanted)
-    copiers = max(1, blocks // 4) if blocks else 0
+    # What is left for the peers is at least a block for each.
+    copiers = max(1, min(blocks // 4, blocks - peers)) if blocks else 0
     slices = min(MAX_SLICES, (blocks - copiers) // peers)
     # Ranks that share a GPU have no link to measure.
     settings = Settings(len(facts), slices * peers, copiers, measured=sharing == 1)
