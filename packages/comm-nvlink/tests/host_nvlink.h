@@ -66,8 +66,8 @@ inline void exchange_kernel(const ExchangeParams& p, uint32_t blocks) {
   for (uint32_t block = 0; block < p.senders; ++block) {
     const uint32_t peer = (session.rank + 1 + block % peers) % session.world_size;
     for (uint32_t part = 0; running[block] && part <= p.chunks; ++part) {
-      const uint32_t* flag = part == 0 ? &own->slice[peer][block / peers].value
-                                       : &own->chunk[peer].value[part - 1];
+      const uint32_t* flag =
+          part == 0 ? &own->slice[peer][block / peers].value : &own->chunk[peer].value[part - 1];
       running[block] = await_flag(call, flag, peer);
       if (running[block] && staged)
         copy_list(record_of(block), kReceived + part, p.output, landing);

@@ -12,8 +12,8 @@ from comm_core.testing import cubin
 from comm_core.testing.cuda_modules import CudaModulesContract
 from comm_nvlink import transport
 from comm_nvlink.launch import ULYSSES
-from comm_nvlink.pool import POOL
 from comm_nvlink.plugin import plugin
+from comm_nvlink.pool import POOL
 
 PACKAGE = Path(comm_nvlink.__file__).parent
 

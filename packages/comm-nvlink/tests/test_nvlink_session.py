@@ -47,6 +47,7 @@ from comm_core.testing.reference import assert_same_bits, bits, make_input
 from comm_core.transport.interface import Verdict
 from comm_core.ulysses import plans
 from comm_core.windows.launch import WINDOWS
+from comm_core.windows.session import WindowSession
 from comm_nvlink import pool as pools
 from comm_nvlink import session, transport
 from comm_nvlink.launch import ULYSSES, Calls
@@ -338,6 +339,40 @@ def test_calls_follow_each_other_without_synchronization(modules: Modules, chose
     """G3: nobody writes before the receiver has announced; more calls than a board has records."""
     choice = {"sms": settings(3), "both": settings(3, engines=True), "engines": Settings(3, 0, 0)}[chosen]
     assert run_threads(3, rounds, modules, choice, 300, timeout_s=100) == [300] * 3
+
+
+def crossing(group: Group, modules: Modules) -> list[int]:
+    """Calls of sizes on both sides of the threshold in a random order, with barriers and gathers among them."""
+    rank, size, found = group.rank, group.size, [0, 0]
+    order = torch.Generator().manual_seed(3)
+    with opened(group, modules, settings(size, engine_bytes=8000)) as made:
+        for round_ in range(120):
+            chunk = int(torch.randint(1, 4000, (1,), generator=order)) * 4
+            plan = plans.exchange_chunks(chunk, 1, rank, size)
+            x = torch.full((plan.target_bytes,), rank * 50 + round_ % 50, dtype=torch.uint8)
+            out = torch.zeros_like(x)
+            made.exchange(plan, (x,), out)
+            expected = [peer * 50 + round_ % 50 for peer in range(size)]
+            view = out.view(size, chunk)
+            assert view[:, 0].tolist() == expected and bool((view == view[:, :1]).all())
+            found[made._prepared[plan].chunks != 0] += 1
+            if round_ % 9 == 0:
+                made.barrier()
+                gathered = torch.zeros(size, dtype=torch.uint8)
+                made.all_gather_small(torch.tensor(rank, dtype=torch.uint8), gathered)
+                assert gathered.tolist() == list(range(size))
+    return found
+
+
+def test_sizes_that_cross_the_threshold_in_every_call(modules: Modules) -> None:
+    """F9: routes share the number of the operation, so none falls behind."""
+    for below, above in run_threads(3, crossing, modules, timeout_s=60):
+        assert below > 20 and above > 20
+
+
+def test_it_can_do_what_windows_can() -> None:
+    """As docs/backends.md says."""
+    assert NvlinkSession.properties == WindowSession.properties
 
 
 # Hosts that come late

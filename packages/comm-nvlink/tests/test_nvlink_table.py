@@ -206,7 +206,9 @@ def settings_for(draw: Any, size: int, engines: bool | None = None) -> Settings:
         engine_bytes=0 if engines else 1 << 40,
         head_bytes=draw(st.sampled_from([0, 100, 5000, 1 << 30])),
         chunks=draw(st.sampled_from([((0, (1.0,)),), Settings(size, 0, 0).chunks, ((0, (0.4, 0.3, 0.2, 0.1)),)])),
-        widths=draw(st.sampled_from([{}, {(side, width): 3 for side in ("source", "target") for width in (512, 520, 1040)}])),
+        widths=draw(
+            st.sampled_from([{}, {(side, width): 3 for side in ("source", "target") for width in (512, 520, 1040)}])
+        ),
     )
 
 

@@ -19,11 +19,11 @@ typedef int cudaError_t;
 enum { cudaSuccess = 0 };
 enum cudaMemcpyKind { cudaMemcpyDeviceToDevice = 3 };
 enum { cudaStreamNonBlocking = 1, cudaEventDisableTiming = 2 };
-#define COMM_CUDA(call)                                                                          \
-  do {                                                                                           \
-    int host_error_ = (call);                                                                    \
-    if (host_error_ != 0) return comm_fail(COMM_ERROR_CUDA + host_error_, "%s failed with %d", #call, \
-                                           host_error_);                                         \
+#define COMM_CUDA(call)                                                                         \
+  do {                                                                                          \
+    int host_error_ = (call);                                                                   \
+    if (host_error_ != 0)                                                                       \
+      return comm_fail(COMM_ERROR_CUDA + host_error_, "%s failed with %d", #call, host_error_); \
   } while (0)
 #define COMM_LAUNCHED(...) ((void)0)
 
@@ -186,8 +186,8 @@ void host_launch(cudaStream_t stream, uint32_t, void (*kernel)(Parameters...),
 }
 
 template <typename Parameters>
-void host_launch(cudaStream_t stream, uint32_t blocks,
-                 void (*kernel)(const Parameters&, uint32_t), const Parameters& parameters) {
+void host_launch(cudaStream_t stream, uint32_t blocks, void (*kernel)(const Parameters&, uint32_t),
+                 const Parameters& parameters) {
   host_enqueue(stream, [=] { kernel(parameters, blocks); });
 }
 
