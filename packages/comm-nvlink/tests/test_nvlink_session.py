@@ -49,7 +49,7 @@ from comm_core.ulysses import plans
 from comm_core.windows.launch import WINDOWS
 from comm_core.windows.session import WindowSession
 from comm_nvlink import pool as pools
-from comm_nvlink import session, transport
+from comm_nvlink import board, session, transport
 from comm_nvlink.launch import ULYSSES, Calls
 from comm_nvlink.pool import POOL
 from comm_nvlink.routes import Settings, route
@@ -202,9 +202,9 @@ def transports(modules: Modules, monkeypatch: pytest.MonkeyPatch) -> Iterator[di
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
         clear(self, address)
 
-    mapped = session.Boards.__init__
+    mapped = board.Boards.__init__
 
-    def map_here(self: session.Boards, descriptors: Any) -> None:
+    def map_here(self: board.Boards, descriptors: Any) -> None:
         if faulty("map the boards"):
             raise OSError(12, "Cannot allocate memory")
         mapped(self, descriptors)
@@ -213,7 +213,7 @@ def transports(modules: Modules, monkeypatch: pytest.MonkeyPatch) -> Iterator[di
     monkeypatch.setattr(session, "Calls", FaultyCalls)
     monkeypatch.setattr(InProcessMemory, "allocate", allocate_here)
     monkeypatch.setattr(NvlinkSession, "_clear", clear_here)
-    monkeypatch.setattr(session.Boards, "__init__", map_here)
+    monkeypatch.setattr(board.Boards, "__init__", map_here)
     plugins.register("nvlink threads", Plugin())
     yield made
     plugins.unregister("nvlink threads")
