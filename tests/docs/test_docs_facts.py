@@ -34,6 +34,8 @@ from comm_core.windows.signals import MAX_RANKS
 from comm_core.windows.table import MAX_LEVELS, MAX_SOURCES, PIECE_BYTES
 from comm_core.windows.transport import blocks_per_peer
 from comm_core.windows.window import MAX_WINDOWS
+from comm_nvlink.transport import VARIABLES as NVLINK_VARIABLES
+from comm_nvlink.transport import NvlinkTransport
 
 
 def table(text: str, first_column: str) -> list[list[str]]:
@@ -79,7 +81,7 @@ VARIABLE = re.compile(r"\bCOMM_[A-Z]+(?:_[A-Z]+)*\b")
 def test_every_variable_is_documented_and_no_other(read, root):
     """A variable that nobody reads any more, or that nobody is told of."""
     own, _, rest = read("docs/environment.md").partition("## Of other libraries")
-    assert [names(row[0])[0] for row in table(own, "variable")] == list(_env.VARIABLES)
+    assert [names(row[0])[0] for row in table(own, "variable")] == [*_env.VARIABLES, *NVLINK_VARIABLES]
     others = {names(row[0])[0] for row in table(rest.partition("## Of tools and tests")[2], "variable")}
     kit = root / "packages" / "comm-core" / "src" / "comm_core" / "testing"
     source = "".join(path.read_text(encoding="utf-8") for path in (*root.glob("tools/*.py"), *kit.glob("*.py")))
@@ -152,7 +154,7 @@ def test_the_plugin_guide_has_the_arguments_of_the_methods(read, cls):
 # Backends
 
 
-def test_the_transports_table_is_true(read):
+def test_the_transports_table_is_true(read, root):
     """Properties are the session's own, and nobody has verified what the descriptor does not say."""
     rows = {names(row[0])[0]: row[1:] for row in table(read("docs/backends.md"), "transport")}
     planned = [name for name in known.TRANSPORTS if not known.TRANSPORTS[name].built_in]
@@ -184,9 +186,14 @@ def test_the_transports_table_is_true(read):
         "pcie": ", ".join(map(str, predicates.PCIE_SIZES)),
         "mnnvl": f"{predicates.MNNVL_MIN_RANKS} and more",
     }
+    here = {path.parent.name for path in root.glob("packages/*/pyproject.toml")}
     for name, size in sizes.items():
-        assert rows[name][0] == f"{known.TRANSPORTS[name].distribution}, planned"
+        package = known.TRANSPORTS[name].distribution
+        assert rows[name][0] == (package if package in here else f"{package}, planned")
         assert rows[name][2] == size
+    # As windows, on which it stands; its own tests compare its session's properties with those.
+    verified = ", ".join(NvlinkTransport.verified_on) or "nothing yet"
+    assert rows["nvlink"][3:] == [*rows["windows"][3:-1], verified]
 
 
 def test_the_numbers_in_the_windows_page_are_the_code_s(read):

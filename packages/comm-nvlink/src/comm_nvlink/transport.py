@@ -30,12 +30,14 @@ VARIABLES = {
 """Environment variable -> what it does."""
 
 _PER_SM = 2
-"""Blocks of the exchange kernel that fit a multiprocessor. Twin: include/comm_nvlink/ulysses.cuh, its launch bounds."""
+"""Blocks of the exchange kernel that fit a multiprocessor. Twin: include/comm_nvlink/ulysses.cuh, launch bounds."""
 _SMS = 96
 """Multiprocessors of an exchange on a GPU of its own, of 132 on an H100 or H200, 148 on a B200 and 108 on an A100. A
 third of them copies this rank's own share."""
 _SHARED_SMS = 48
-"""The same for all ranks' kernels that share one GPU: they wait for each other, so all must be on it at once."""
+"""The same for all ranks' kernels that share one GPU: they wait for each other, so all must be on it at once. From
+compute capability 9.0 on the blocks of each rank's next call may be there already, waiting for the current one: twice
+as many."""
 
 
 def _engine_bytes() -> int | None:
@@ -92,8 +94,8 @@ class NvlinkTransport(Transport):
         if wanted is not None and 0 < wanted < least:
             return Verdict(
                 False,
-                f"max_sms={wanted}: an exchange of {request.world_size} ranks needs at least {least}, for a block for "
-                "each peer and one for a rank's own share; or 0, for the copy engines alone",
+                f"max_sms={wanted}: an exchange of {request.world_size} ranks needs at least {least}, for a block "
+                "for each peer and one for a rank's own share; or 0, for the copy engines alone",
             )
         own = [record.plugins.get(self.name, {}) for record in facts]
         failed = {rank: item["error"] for rank, item in enumerate(own) if item.get("error")}
