@@ -556,7 +556,7 @@ def test_a_route_is_the_same_on_all_ranks_and_within_the_device_s_limits(data: A
     each = sum(copy.nbytes for copy in canonical(group.plans[0]))
     assert all(amount == each for plan in group.plans for amount in plan.receive_bytes)
     assert first.senders == first.slices * peers <= chosen.senders
-    assert first.copiers == (7 if first.senders else 0)
+    assert first.copiers in ((1, 7) if first.senders else (0,))
     assert first.slices <= routes.MAX_SLICES and first.chunks <= routes.MAX_CHUNKS
     ends = [first.head[0], first.head[-1], *(first.rest[:1] + first.rest[-1:])]
     if first.rest:
@@ -570,7 +570,7 @@ def test_a_route_is_the_same_on_all_ranks_and_within_the_device_s_limits(data: A
 
 def test_chunks_are_those_of_the_size() -> None:
     mib = 1 << 20
-    for remote, chunks in ((19, 0), (20, 2), (63, 2), (64, 3), (127, 3), (128, 4), (2000, 4)):
+    for remote, chunks in ((19, 0), (20, 2), (63, 2), (64, 2), (127, 2), (128, 3), (2000, 3)):
         plan = plans.exchange_chunks(remote * mib, 1, 0, 2)
         assert route(plan, Settings(2, 96, 32)).chunks == chunks
     for _, shares in Settings(2, 96, 32).chunks:
