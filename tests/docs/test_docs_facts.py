@@ -415,7 +415,9 @@ def defined_tests(root: Path) -> dict[str, set[str]]:
                 own.add(node.name)
             elif isinstance(node, ast.ClassDef) and node.name.startswith("Test"):
                 own |= {f"{node.name}::{item.name}" for item in node.body if isinstance(item, ast.FunctionDef)}
-                kits = [contracts[base.id] for base in node.bases if isinstance(base, ast.Name) and base.id in contracts]
+                kits = [
+                    contracts[base.id] for base in node.bases if isinstance(base, ast.Name) and base.id in contracts
+                ]
                 own |= {f"{node.name}::{name}" for kit in kits for name in vars(kit) if name.startswith("test_")}
     return found
 

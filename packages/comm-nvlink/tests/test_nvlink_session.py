@@ -48,8 +48,8 @@ from comm_core.transport.interface import Verdict
 from comm_core.ulysses import plans
 from comm_core.windows.launch import WINDOWS
 from comm_core.windows.session import WindowSession
-from comm_nvlink import pool as pools
 from comm_nvlink import board, session, transport
+from comm_nvlink import pool as pools
 from comm_nvlink.launch import ULYSSES, Calls
 from comm_nvlink.pool import POOL
 from comm_nvlink.routes import Settings, route
@@ -69,7 +69,7 @@ def load(spec: ModuleSpec, package: Path, header: Path, folder: Path) -> Module:
 
 @pytest.fixture(scope="module")
 def modules(tmp_path_factory: pytest.TempPathFactory) -> Modules:
-    """The modules of windows, of the exchange and of the pool, compiled for the host and loaded as every module is."""
+    """The modules of windows, of the exchange and of the pool, compiled for the host and loaded as all are."""
     folder = tmp_path_factory.mktemp("host")
     return {
         WINDOWS.name: load(WINDOWS, Path(comm_core.__file__).parent, HOST_WINDOWS, folder),
@@ -455,7 +455,7 @@ def changed(group: Group, modules: Modules) -> tuple[int, str]:
 
 
 def test_an_announcement_that_is_not_what_the_host_was_told_is_found(modules: Modules) -> None:
-    """The copy engines have their destinations from the hosts, and the device compares before it says that all is there."""
+    """The copy engines have their destinations from the hosts, and the device compares before it says so."""
     outcomes = run_threads(3, changed, modules)
     assert {waited_for for waited_for, _ in outcomes} == {2}
     assert any("rank 2 announced memory" in text for _, text in outcomes)
@@ -878,7 +878,7 @@ def request_of(**options: Any) -> Any:
 @pytest.mark.parametrize("size", [2, 4, 6, 8])
 @pytest.mark.parametrize("max_sms", [None, 0, 8, 9, 16, 1024])
 def test_blocks_keep_to_what_was_agreed(size: int, max_sms: int | None) -> None:
-    """A whole number of blocks for each peer, some for the own share, no more than allowed, and room for all ranks'."""
+    """A whole number of blocks for each peer, some for the own share, no more than allowed, all at once."""
     own = transport.settings_of(request_of(max_sms=max_sms), facts([f"GPU-{rank}" for rank in range(size)]))
     shared = transport.settings_of(request_of(max_sms=max_sms), facts(["GPU-0"] * size))
     for chosen, most in ((own, 2 * 96), (shared, 2 * max(48 // size, size // 2))):
@@ -893,7 +893,7 @@ def test_blocks_keep_to_what_was_agreed(size: int, max_sms: int | None) -> None:
 
 
 def test_the_variable_is_read_once_and_agreed_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """COMM_NVLINK_ENGINE_BYTES: a number of bytes, in the plan of the decision, and no other value on another rank."""
+    """COMM_NVLINK_ENGINE_BYTES: a number of bytes, in the decision's plan, and no other value on another rank."""
     probed = NvlinkTransport().probe
     assert probed(None) == {"engine_bytes": None}
     monkeypatch.setenv("COMM_NVLINK_ENGINE_BYTES", "4096")

@@ -327,7 +327,7 @@ class NvlinkSession(WindowSession):
     def _meet(self, plan: Plan, prepared: _Prepared, window: int, offset: int) -> int:
         """Tell the other hosts where this rank wants its data, and learn where they want it.
 
-        All ranks do it for the same calls: for those that use the copy engines, and in a captured graph for small ones.
+        All ranks do it for the same calls: those that use the copy engines, and small ones in a captured graph.
 
         Returns:
             The address of what was learned, or 0 where this call needs none.

@@ -11,17 +11,18 @@
 // A receiver waits for a flag of every slice and of every chunk. It neither knows nor cares who
 // moved the bytes, so every sender chooses for itself.
 //
-// The first blocks serve one peer each: a block sends its slice to the peer, then waits for the same
-// slice *from* that peer, and for the peer's chunks; where the destination is staged, it copies each
-// from staging to the output as soon as it is there. No block waits for more than one peer
-// (comm_core/barrier.cuh, invariant 5 of the exchange). The other blocks copy this rank's own share.
-// They are apart because stores to a peer that wait for the link hold up every other store of their
-// SM: shared, the SMs would take the time for both, one after the other.
+// The first blocks serve one peer each: a block sends its slice to the peer, then waits for the
+// same slice *from* that peer, and for the peer's chunks; where the destination is staged, it
+// copies each from staging to the output as soon as it is there. No block waits for more than one
+// peer (comm_core/barrier.cuh, invariant 5 of the exchange). The other blocks copy this rank's own
+// share. They are apart because stores to a peer that wait for the link hold up every other store
+// of their SM: shared, the SMs would take the time for both, one after the other.
 //
 // Staging of small exchanges is doubled, one half for even and one for odd operations, and a sender
 // that knows (from the hosts, in a captured graph) that a peer stages stores there at once; it sees
-// the peer's announcement before it flags the data. That is safe: to have come to operation n + 2, it
-// has seen the peer's announcement of n + 1, and the peer announces that after it has copied n out.
+// the peer's announcement before it flags the data. That is safe: to have come to operation n + 2,
+// it has seen the peer's announcement of n + 1, and the peer announces that after it has copied n
+// out.
 //
 // Flags of slices and chunks hold the number of the operation and are compared for equality. That
 // is exact: a sender writes the flag of a later operation only after this rank has announced that
@@ -34,10 +35,10 @@
 namespace comm {
 namespace nvlink {
 
-// Few enough that two blocks fit a multiprocessor: then the next kernel's blocks can come and read their
-// records while this one's still wait.
+// Few enough that two blocks fit a multiprocessor: then the next kernel's blocks can come and read
+// their records while this one's still wait.
 constexpr uint32_t kThreads = 256;
-constexpr uint32_t kMaxPeers = 8;    // ranks of a group
+constexpr uint32_t kMaxPeers = 8;     // ranks of a group
 constexpr uint32_t kMaxSlices = 224;  // blocks that serve one peer
 constexpr uint32_t kMaxChunks = 8;
 
@@ -69,8 +70,8 @@ static_assert(sizeof(Flags) == (8 * 224 + 8 + 8 + 1) * 128, "mirrored by comm_nv
 // Written by comm_nvlink.table.
 struct Table {
   uint64_t target_bytes;
-  uint32_t senders;       // blocks that serve peers
-  uint32_t copiers;       // blocks that copy this rank's own share, after them
+  uint32_t senders;  // blocks that serve peers
+  uint32_t copiers;  // blocks that copy this rank's own share, after them
   uint32_t chunks;
   uint32_t record_bytes;  // of every block's record, a multiple of 16
                           // followed by the records
@@ -100,8 +101,8 @@ struct ExchangeParams {
   Session session;
   const Table* table;
   const char* sources[kMaxSources];
-  char* landing;  // this rank's memory that the peers write
-  char* output;   // where the data ends up; `landing` where the peers write it in place
+  char* landing;            // this rank's memory that the peers write
+  char* output;             // where the data ends up; `landing` where the peers write it in place
   Flags* flags[kMaxPeers];  // every rank's, as this rank maps them
   uint64_t window_offset;   // of `landing`
   uint32_t window;
@@ -142,8 +143,7 @@ COMM_HD Wait wait_exactly(const uint32_t* flag, uint32_t target, const uint32_t*
 
 // Wait for a flag of `sender`. One thread. Whether it was reached.
 COMM_HD bool await_flag(const Call& call, const uint32_t* flag, uint32_t sender) {
-  Wait wait = wait_exactly(flag, call.epoch, &own_block(call)->abort.value,
-                           call.deadline_ns);
+  Wait wait = wait_exactly(flag, call.epoch, &own_block(call)->abort.value, call.deadline_ns);
   if (wait == Wait::kReached) return true;
   stop(call, wait, wait == Wait::kTimedOut ? culprit(call, sender) : sender);
   return false;
@@ -166,8 +166,8 @@ COMM_HD bool depart(const Call& call, uint32_t blocks, bool complete, bool* brok
 }
 
 // Count this operation in the lines by which kernels of other modules on the same signals wait for
-// data (comm_core/barrier.cuh, mark_done), so that these never fall behind. Nobody waits for them in
-// this operation, so it is done early, when it costs nothing. A group.
+// data (comm_core/barrier.cuh, mark_done), so that these never fall behind. Nobody waits for them
+// in this operation, so it is done early, when it costs nothing. A group.
 COMM_HD void keep_up(const Call& call) {
 #if defined(__CUDA_ARCH__)
   uint32_t lane = threadIdx.x % 32;
@@ -190,8 +190,8 @@ COMM_HD void refuse_announcement(const Call& call, uint32_t peer) {
 // The part of `open_kernel` that concerns one peer: wait for its announcement, and compare it with
 // what the host was told, because the copy engines are about to write there. One thread.
 //
-// The announcement of a peer that the SMs serve is not looked at: they may have served it by now, and
-// it may be announcing the next operation.
+// The announcement of a peer that the SMs serve is not looked at: they may have served it by now,
+// and it may be announcing the next operation.
 COMM_HD bool open_engine_peer(const ExchangeParams& p, const Call& call, uint32_t peer) {
   if (!((p.by_engines >> peer) & 1)) return true;
   if (open_peer(p.session, call, peer, p.target_bytes) == nullptr) return false;
@@ -208,8 +208,8 @@ COMM_HD bool open_engine_peer(const ExchangeParams& p, const Call& call, uint32_
 template <int kLevels>
 constexpr uint32_t kInFlight = kLevels == 1 ? 3 : 2;
 
-// Vectors are numbered through all rows of an entry and dealt out to the threads one by one, so that
-// a few short rows keep as many threads busy as one long row. From one of its vectors a thread
+// Vectors are numbered through all rows of an entry and dealt out to the threads one by one, so
+// that a few short rows keep as many threads busy as one long row. From one of its vectors a thread
 // steps to the next by adding: where a vector lies is a number of mixed radix (place in the row,
 // row, ...), and divisions for each would cost more than the copy. `kLevels` are the innermost
 // levels of the entry; the others don't repeat.
@@ -342,8 +342,8 @@ __device__ __noinline__ bool copy_list(const Record* record, uint32_t list, char
   return true;
 }
 
-// The end of a kernel that settles the operation, in all threads of every block; `complete`: nothing
-// was left out in this block.
+// The end of a kernel that settles the operation, in all threads of every block; `complete`:
+// nothing was left out in this block.
 __device__ __forceinline__ void settle(const ExchangeParams& p, const Call& call, bool complete) {
   complete = __syncthreads_and(complete);
   if (threadIdx.x >= 32) return;
@@ -425,8 +425,8 @@ __global__ void __launch_bounds__(kThreads, 2)
     exchange_kernel(const __grid_constant__ ExchangeParams p) {
   __shared__ alignas(16) char held[kRecordBytes];
   const Session& session = p.session;
-  const char* place = reinterpret_cast<const char*>(p.table) + kRecordsAt +
-                      uint64_t(blockIdx.x) * p.record_bytes;
+  const char* place =
+      reinterpret_cast<const char*>(p.table) + kRecordsAt + uint64_t(blockIdx.x) * p.record_bytes;
   const Record* record = reinterpret_cast<const Record*>(place);
   // Tables never change, so this need not wait for what is before this kernel in the stream.
   if (p.record_bytes <= kRecordBytes) {
@@ -451,8 +451,8 @@ __global__ void __launch_bounds__(kThreads, 2)
         (session.rank + 1 + blockIdx.x % (session.world_size - 1)) % session.world_size;
     running = serve(p, call, record, peer, running);
   } else {
-    running = running &&
-              copy_list(record, kOwn, p.output, p.sources, &own_block(call)->abort.value);
+    running =
+        running && copy_list(record, kOwn, p.output, p.sources, &own_block(call)->abort.value);
   }
   settle(p, call, running);
 }
