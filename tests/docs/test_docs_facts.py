@@ -21,6 +21,8 @@ from comm_core.errors import ArgumentValueError
 from comm_core.plugins.hookspecs import CommSpecs
 from comm_core.testing import topologies
 from comm_core.testing.contract import TransportContract
+from comm_core.testing.cuda_modules import CudaModulesContract
+from comm_core.testing.device_contract import DeviceContract
 from comm_core.testing.reference import DTYPES
 from comm_core.topology import predicates
 from comm_core.transport import builtin, interface
@@ -404,7 +406,7 @@ def test_every_page_is_reached_from_the_readme(read, root):
 
 def defined_tests(root: Path) -> dict[str, set[str]]:
     """Return file name -> tests in it, as ``test_x`` or ``TestX::test_x``, inherited contract tests included."""
-    inherited = [name for name in vars(TransportContract) if name.startswith("test_")]
+    contracts = {kit.__name__: kit for kit in (TransportContract, DeviceContract, CudaModulesContract)}
     found: dict[str, set[str]] = {}
     for path in (*root.glob("packages/*/tests/**/test_*.py"), *root.glob("tests/*/test_*.py")):
         own = found.setdefault(path.name, set())
@@ -413,8 +415,10 @@ def defined_tests(root: Path) -> dict[str, set[str]]:
                 own.add(node.name)
             elif isinstance(node, ast.ClassDef) and node.name.startswith("Test"):
                 own |= {f"{node.name}::{item.name}" for item in node.body if isinstance(item, ast.FunctionDef)}
-                if any(isinstance(base, ast.Name) and base.id == "TransportContract" for base in node.bases):
-                    own |= {f"{node.name}::{name}" for name in inherited}
+                kits = [
+                    contracts[base.id] for base in node.bases if isinstance(base, ast.Name) and base.id in contracts
+                ]
+                own |= {f"{node.name}::{name}" for kit in kits for name in vars(kit) if name.startswith("test_")}
     return found
 
 

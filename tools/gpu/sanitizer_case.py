@@ -1,4 +1,4 @@
-"""``python -m gpu.sanitizer_case``: two ranks that use every kernel of windows, or of NVLink, once, for compute-sanitizer.
+"""``python -m gpu.sanitizer_case``: two ranks that use every kernel of windows or NVLink, for compute-sanitizer.
 
 Rank 0 is the process that is started; it starts rank 1. Both compare what arrives and print ``rank N: ok``. Without
 MPS the ranks take turns on the GPU, and a sanitizer makes kernels many times slower: the deadline is scaled to that.

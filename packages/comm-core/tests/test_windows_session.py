@@ -1,6 +1,7 @@
 """Sessions over windows, whole, without a GPU: ranks are threads, and the module is compiled for the host.
 
-The entry points, structs, signals and deadlines are the real ones (see ``comm_core/testing/host_windows.h``); so is everything above.
+The entry points, structs, signals and deadlines are the real ones (see
+``comm_core/testing/host_windows.h``); so is everything above.
 """
 
 from __future__ import annotations

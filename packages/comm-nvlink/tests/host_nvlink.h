@@ -19,8 +19,10 @@ inline void copy_list(const Record* record, uint32_t list, char* target,
   }
 }
 
-inline void settle(const ExchangeParams& p, const Call& call) {
-  if (leave(call, 1) && aborted(call) && p.session.poison) memset(p.output, 0xff, p.target_bytes);
+inline void settle(const ExchangeParams& p, const Call& call, bool complete) {
+  bool broken = false;
+  if (depart(call, 1, complete, &broken) && broken && p.session.poison)
+    memset(p.output, 0xff, p.target_bytes);
 }
 
 inline void exchange_kernel(const ExchangeParams& p, uint32_t blocks) {
@@ -39,17 +41,26 @@ inline void exchange_kernel(const ExchangeParams& p, uint32_t blocks) {
     return reinterpret_cast<const Record*>(reinterpret_cast<const char*>(table) + kRecordsAt +
                                            uint64_t(block) * p.record_bytes);
   };
+  // The halves of doubled staging, this rank's and its peers'.
+  const uint64_t half = (call.epoch & 1) * p.half_bytes;
+  const uint64_t early_half = (call.epoch & 1) * p.early_half_bytes;
   std::vector<bool> running(p.senders, !aborted(call));
   if (p.announces && !aborted(call)) {
-    announce_to_all(call, p.window, p.window_offset);
+    announce_to_all(call, p.window, p.window_offset + half);
     keep_up(call);
   }
   for (uint32_t block = 0; block < p.senders; ++block) {
     const uint32_t peer = (session.rank + 1 + block % peers) % session.world_size;
+    char* early = p.early[peer] == nullptr ? nullptr : p.early[peer] + early_half;
+    if (running[block] && early != nullptr) copy_list(record_of(block), kHead, early, p.sources);
     char* target = running[block] ? open_peer(session, call, peer, p.target_bytes) : nullptr;
+    if (target != nullptr && early != nullptr && target != early) {
+      refuse_announcement(call, peer);
+      target = nullptr;
+    }
     running[block] = target != nullptr;
     if (running[block]) {
-      copy_list(record_of(block), kHead, target, p.sources);
+      if (early == nullptr) copy_list(record_of(block), kHead, target, p.sources);
       store_release(&p.flags[peer]->slice[session.rank][block / peers].value, call.epoch);
     }
     if (p.chunks != 0 && !((p.by_engines >> peer) & 1)) {
@@ -62,7 +73,7 @@ inline void exchange_kernel(const ExchangeParams& p, uint32_t blocks) {
   }
   for (uint32_t block = p.senders; block < blocks && !aborted(call); ++block)
     copy_list(record_of(block), kOwn, p.output, p.sources);
-  const char* landing[1] = {p.landing};
+  const char* landing[1] = {p.landing + half};
   for (uint32_t block = 0; block < p.senders; ++block) {
     const uint32_t peer = (session.rank + 1 + block % peers) % session.world_size;
     for (uint32_t part = 0; running[block] && part <= p.chunks; ++part) {
@@ -73,7 +84,9 @@ inline void exchange_kernel(const ExchangeParams& p, uint32_t blocks) {
         copy_list(record_of(block), kReceived + part, p.output, landing);
     }
   }
-  settle(p, call);
+  bool complete = !aborted(call);
+  for (bool ran : running) complete = complete && ran;
+  settle(p, call, complete);
 }
 
 inline void open_kernel(const ExchangeParams& p) {
@@ -98,7 +111,7 @@ inline void close_kernel(const ExchangeParams& p) {
     for (uint32_t chunk = 0; peer != session.rank && chunk < p.chunks; ++chunk)
       if (!await_flag(call, &own->chunk[peer].value[chunk], peer)) break;
   }
-  settle(p, call);
+  settle(p, call, !aborted(call));
 }
 
 }  // namespace nvlink

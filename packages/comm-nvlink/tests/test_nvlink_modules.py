@@ -46,4 +46,6 @@ class TestModules(CudaModulesContract):
             warps = int(threads) // 32
             fit = min(65536 // (warps * (-(-item.registers * 32 // 256) * 256)), 48 // warps)
             early = item.arch not in ("sm_80", "sm_89")
-            assert (132 if early else 108) * fit >= (2 if early else 1) * transport._SHARED_BLOCKS, item
+            assert (132 if early else 108) * fit >= (2 if early else 1) * transport._PER_SM * transport._SHARED_SMS, (
+                item
+            )

@@ -1,4 +1,4 @@
-"""Routes and tables, without a GPU: what each list moves, read from the bytes alone, for all ranks of a group together.
+"""Routes and tables, without a GPU: what each list moves, read from the bytes alone, for all ranks together.
 
 The layout is read as ``include/comm_nvlink/ulysses.cuh`` and ``csrc/ulysses.cu`` document it, not with the code that
 writes it.
@@ -10,7 +10,7 @@ import ctypes
 import re
 import struct
 from dataclasses import dataclass
-from itertools import permutations, product
+from itertools import pairwise, permutations, product
 from pathlib import Path
 from typing import Any
 
@@ -239,7 +239,7 @@ def records_of(data: bytes) -> tuple[tuple[int, ...], list[list[list[tuple[int, 
         # What a kernel of more chunks would read: nothing.
         assert len(set(first[4 + chunks :])) == 1 and 48 + 112 * first[-1] <= size
         entries = [struct.unpack_from("=2Q4Q4Q4I4I", data, at + 48 + 112 * number) for number in range(first[-1])]
-        records.append([entries[a:b] for a, b in zip(first, first[1:], strict=False)])
+        records.append([entries[a:b] for a, b in pairwise(first)])
         assert not any(record[0] for record in records[:senders])
     assert not any(entries for record in records[senders:] for entries in record[1:])
     return (target_bytes, senders, copiers, chunks, size), records
@@ -275,7 +275,7 @@ class Pitched:
     def runs(self, number: int) -> list[Run]:
         return [
             (source, at + row * pitch, to + row * to_pitch, width)
-            for at, to, pitch, to_pitch, width, height, source in self.lists[number]
+            for _, _, pitch, to_pitch, width, height, source in self.lists[number]
             for row in range(height)
         ]
 
@@ -288,7 +288,7 @@ def read_copies(data: bytes) -> Pitched:
     at = 16 + (count + 2) // 2 * 8
     assert first[0] == 0 and list(first) == sorted(first) and len(data) == at + 56 * first[-1]
     copies = [struct.unpack_from("=7Q", data, at + 56 * number) for number in range(first[-1])]
-    return Pitched(chunks, ranks, [copies[a:b] for a, b in zip(first, first[1:], strict=False)])
+    return Pitched(chunks, ranks, [copies[a:b] for a, b in pairwise(first)])
 
 
 class Memory:
@@ -465,7 +465,7 @@ def test_pitched_copies_are_as_cuda_wants_them_and_as_wide_as_is_fast(data: Any)
         read = read_copies(copies)
         whole = compile_copies(plan, way, {})
         for number, found in enumerate(read.lists):
-            for at, to, pitch, to_pitch, width, height, _ in found:
+            for _, _, pitch, to_pitch, width, height, _ in found:
                 assert width > 0 and height > 0
                 assert height == 1 or (width <= min(pitch, to_pitch) and max(pitch, to_pitch) < 2**31)
                 # The width that is slow is not left, where one side is pitched at all.
@@ -505,7 +505,7 @@ def strided(source_pitch: int, row: int, repeat: int = 3, outer: int = 1) -> Pla
     ],
 )
 def test_a_rank_whose_rows_do_not_suit_the_engines_uses_its_sms(plan: Plan, why: str) -> None:
-    """Its peers need not know: they wait for the same flags. Where there are no SMs, the engines do it all the same."""
+    """Its peers need not know: they wait for the same flags. Without SMs the engines do it all the same."""
     total = plan.sends[0].nbytes
     assert compile_copies(plan, Route(1, 1, (0, 0), (0, total)), {}) is None, why
     assert compile_copies(strided(1000, 600), Route(1, 1, (0, 0), (0, 1800)), {}) is not None
@@ -521,7 +521,7 @@ def test_more_copies_than_may_be_enqueued_are_refused_with_the_way_out() -> None
 
 
 def test_entries_of_large_operands_keep_to_what_the_device_counts() -> None:
-    """More than 1 GiB for one block: several entries, each of which numbers its vectors in 32 bits; offsets beyond 4 GiB."""
+    """More than 1 GiB for one block: several entries, whose vectors are numbered in 32 bits."""
     nbytes = (5 << 30) + 3
     plan = plans.exchange_chunks(nbytes, 1, 1, 2)
     way = route(plan, Settings(2, 1, 1, engine_bytes=1 << 60))
@@ -556,7 +556,7 @@ def test_a_route_is_the_same_on_all_ranks_and_within_the_device_s_limits(data: A
     each = sum(copy.nbytes for copy in canonical(group.plans[0]))
     assert all(amount == each for plan in group.plans for amount in plan.receive_bytes)
     assert first.senders == first.slices * peers <= chosen.senders
-    assert first.copiers == (7 if first.senders else 0)
+    assert first.copiers in ((1, 7) if first.senders else (0,))
     assert first.slices <= routes.MAX_SLICES and first.chunks <= routes.MAX_CHUNKS
     ends = [first.head[0], first.head[-1], *(first.rest[:1] + first.rest[-1:])]
     if first.rest:
@@ -570,7 +570,7 @@ def test_a_route_is_the_same_on_all_ranks_and_within_the_device_s_limits(data: A
 
 def test_chunks_are_those_of_the_size() -> None:
     mib = 1 << 20
-    for remote, chunks in ((19, 0), (20, 2), (63, 2), (64, 3), (127, 3), (128, 4), (2000, 4)):
+    for remote, chunks in ((19, 0), (20, 2), (63, 2), (64, 2), (127, 2), (128, 3), (2000, 3)):
         plan = plans.exchange_chunks(remote * mib, 1, 0, 2)
         assert route(plan, Settings(2, 96, 32)).chunks == chunks
     for _, shares in Settings(2, 96, 32).chunks:

@@ -10,8 +10,8 @@ that copies out of staging does so while the next chunk travels, and little is l
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import TypeAlias, cast
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias, cast
 
 from comm_core._json import Json, JsonObject
 from comm_core.transport.plan import Copy, Plan
@@ -61,8 +61,7 @@ class Settings:
 
     def changed(self, values: Mapping[str, Json]) -> Settings:
         """Return it with other numbers: `values` are plain numbers, `engine_bytes` or `head_bytes`."""
-        known = {item.name: getattr(self, item.name) for item in fields(self)}
-        return Settings(**{**known, **{name: cast("int", value) for name, value in values.items()}})
+        return replace(self, **cast("dict[str, Any]", dict(values)))
 
     def to_json(self) -> JsonObject:
         """Return the numbers, for a decision's plan."""

@@ -327,7 +327,7 @@ class NvlinkSession(WindowSession):
     def _meet(self, plan: Plan, prepared: _Prepared, window: int, offset: int) -> int:
         """Tell the other hosts where this rank wants its data, and learn where they want it.
 
-        All ranks do it for the same calls: those that use the copy engines and, in a captured graph, small ones.
+        All ranks do it for the same calls: those that use the copy engines, and small ones in a captured graph.
 
         Returns:
             The address of what was learned, or 0 where this call needs none.
@@ -365,6 +365,11 @@ class NvlinkSession(WindowSession):
                 missing[0],
                 self._group.rank,
             )
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """See `WindowSession.close`."""
+        super().close(timeout_s)
+        self._prepared.clear()
 
     def memory_pool(self) -> AbstractContextManager[object]:
         """See `TransportSession.memory_pool`."""

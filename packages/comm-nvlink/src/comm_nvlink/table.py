@@ -228,8 +228,8 @@ def compile_copies(plan: Plan, route: Route, widths: Widths) -> bytes | None:
             pitched = _pitched(copy, widths, only)
             if pitched is None and only:
                 raise UnsupportedError(
-                    f"{plan.operation}: the copy engines can't move rows of {copy.row_bytes} bytes with "
-                    f"{copy.levels}, and max_sms=0 leaves nothing else: pass operands with larger rows, or allow SMs"
+                    f"{plan.operation}: the copy engines can't move rows of {copy.row_bytes} bytes ({copy.levels}), "
+                    "and max_sms=0 leaves nothing else: pass operands with larger rows, or allow some SMs"
                 )
             if pitched is None or (len(made) + len(pitched) > _MAX_COPIES and not only):
                 return None

@@ -30,7 +30,7 @@ VARIABLES = {
 """Environment variable -> what it does."""
 
 _PER_SM = 2
-"""Blocks of the exchange kernel that fit a multiprocessor. Twin: include/comm_nvlink/ulysses.cuh, launch bounds."""
+"""Blocks of the exchange kernel that fit a multiprocessor. Twin: its launch bounds in ulysses.cuh."""
 _SMS = 96
 """Multiprocessors of an exchange on a GPU of its own, of 132 on an H100 or H200, 148 on a B200 and 108 on an A100. A
 third of them copies this rank's own share."""
@@ -49,6 +49,11 @@ def _engine_bytes() -> int | None:
     return int(text)
 
 
+def _said(record: RankFacts) -> JsonObject:
+    """Return what a rank's probe has said."""
+    return cast("JsonObject", record.plugins.get(NvlinkTransport.name, {}))
+
+
 def settings_of(request: Request, facts: Sequence[RankFacts]) -> Settings:
     """Return how exchanges are divided: a function of what the group agreed on alone."""
     devices = [record.device.uuid for record in facts]
@@ -61,7 +66,7 @@ def settings_of(request: Request, facts: Sequence[RankFacts]) -> Settings:
     slices = min(MAX_SLICES, (blocks - copiers) // peers)
     # Ranks that share a GPU have no link to measure.
     settings = Settings(len(facts), slices * peers, copiers, measured=sharing == 1)
-    own = facts[0].plugins.get(NvlinkTransport.name, {}).get("engine_bytes")
+    own = _said(facts[0]).get("engine_bytes")
     return settings if own is None else settings.changed({"engine_bytes": own})
 
 
@@ -94,10 +99,10 @@ class NvlinkTransport(Transport):
         if wanted is not None and 0 < wanted < least:
             return Verdict(
                 False,
-                f"max_sms={wanted}: an exchange of {request.world_size} ranks needs at least {least}, for a block "
-                "for each peer and one for a rank's own share; or 0, for the copy engines alone",
+                f"max_sms={wanted}: an exchange of {request.world_size} ranks needs at least {least}: a block for "
+                "each peer and one for a rank's own share; or 0, for the copy engines alone",
             )
-        own = [record.plugins.get(self.name, {}) for record in facts]
+        own = [_said(record) for record in facts]
         failed = {rank: item["error"] for rank, item in enumerate(own) if item.get("error")}
         if failed:
             return Verdict(False, "; ".join(f"rank {rank}: {error}" for rank, error in failed.items()))

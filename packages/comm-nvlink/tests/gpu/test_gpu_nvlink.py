@@ -1,7 +1,7 @@
 """NVLink sessions on real GPUs: the contracts by every route, pools, strided inputs, long runs and large operands.
 
-Several ranks share each GPU, as processes; ``python tools/gpu_check.py`` runs this under MPS, where they really run at
-the same time. On GPUs of their own the same tests go over NVLink.
+Several ranks share each GPU, as processes; ``python tools/gpu_check.py`` runs this under MPS, where they really run
+at the same time. On GPUs of their own the same tests go over NVLink.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from importlib.metadata import entry_points
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -56,7 +57,7 @@ class TestNvlink(TransportContract):
     world_sizes = SIZES
 
     def test_groups_that_are_not_the_first_ranks(self, ranks: RankPool, world_size: int) -> None:
-        # The pool has eight ranks, so a group of all of them is WORLD; and this transport has no groups of other sizes.
+        # The pool has eight ranks, so a group of all of them is WORLD.
         if world_size < ranks.size:
             super().test_groups_that_are_not_the_first_ranks(ranks, world_size)
 
@@ -99,7 +100,7 @@ class TestNoSmsOnDevices(DeviceContract):
     plugin = PLUGIN
     world_sizes = SIZES[:1]
     graph_sizes = SIZES[-1:]
-    options = {"max_sms": 0}
+    options = MappingProxyType({"max_sms": 0})
     poisons_all = False
     host_waits = True
     cycles = 8
@@ -291,12 +292,12 @@ def test_operands_of_almost_two_to_the_31_elements(ranks: RankPool) -> None:
 
 
 class TestManyCycles(DeviceContract):
-    """200 times open, exchange and close, or as many as fit the time (GPU_CHECK_CYCLE_SECONDS; a cycle takes 0.25)."""
+    """200 times open, exchange and close, or as many as fit GPU_CHECK_CYCLE_SECONDS (0.25 each)."""
 
     transport = "nvlink"
     plugin = PLUGIN
     world_sizes = SIZES[:1]
-    options = {"pool_bytes": 4 << 20}
+    options = MappingProxyType({"pool_bytes": 4 << 20})
     cycles = 200
     cycle_seconds = float(os.environ.get("GPU_CHECK_CYCLE_SECONDS", "15"))
 

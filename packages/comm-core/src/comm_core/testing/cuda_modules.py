@@ -103,7 +103,7 @@ class CudaModulesContract:
         assert processor <= _FIRST_BUILD_S
 
     def test_the_headers_stand_alone_on_a_host(self, tmp_path: Path) -> None:
-        """Each header includes what it needs and compiles with a plain host compiler, where ThreadSanitizer runs it."""
+        """Each header includes what it needs and compiles with a plain host compiler, for ThreadSanitizer."""
         core = Path(comm_core.__file__).parent
         headers = sorted((self.folder / "include" / self.package.__name__).iterdir())
         assert headers

@@ -5,8 +5,8 @@
         world_sizes = (2, 4, 8)
 
 Captured graphs among eager calls, destinations that differ between ranks, changing streams, stalls, and leaks. The
-fixture `ranks` is a `RankPool` of at least as many ranks as the largest size; the ranks may share GPUs where it has set
-``COMM_ALLOW_SHARED_GPU=1``.
+fixture `ranks` is a `RankPool` of at least as many ranks as the largest size; the ranks may share GPUs where it
+has set ``COMM_ALLOW_SHARED_GPU=1``.
 """
 
 from __future__ import annotations
@@ -262,7 +262,7 @@ class DeviceContract:
     @property
     def case(self) -> DeviceCase:
         """What is sent to the ranks."""
-        made = type(self).plugin
+        made = cast("Any", type(self)).plugin
         return DeviceCase(self.transport, tuple(self.options.items()), None if made is None else FunctionRef.of(made))
 
     def run(self, ranks: RankPool, function: Callable[..., Any], *arguments: Any, size: int, **changes: Any) -> Any:

@@ -52,7 +52,6 @@ def compile_for_host(
         Path(made[-1]).write_text(text, encoding="utf-8")
     library = folder / f"{spec.name}.so"
     includes = [f"-I{_CORE / 'include'}", f"-I{_CORE.parent}", f"-I{package / 'include'}"]
-    # A host compiler knows neither these pragmas nor that a kernel of CUDA may have its parameters in constant memory.
     command = ["g++", "-std=c++17", "-O1", "-fPIC", "-shared", *includes, "-o", str(library), *made, *flags]
     subprocess.run(command, check=True, timeout=_SECONDS)
     return library

@@ -146,5 +146,5 @@ def check_kill(size: int, folder: Path, backend: str, plugin: str = "") -> None:
 
 
 if __name__ == "__main__":
-    numbers, names = [int(word) for word in sys.argv[1:4]], sys.argv[4:]
-    print(json.dumps(work(*numbers, *names)), flush=True)
+    own, ranks_, at = (int(word) for word in sys.argv[1:4])
+    print(json.dumps(work(own, ranks_, at, *sys.argv[4:])), flush=True)

@@ -20,8 +20,9 @@
 //
 // Staging of small exchanges is doubled, one half for even and one for odd operations, and a sender
 // that knows (from the hosts, in a captured graph) that a peer stages stores there at once; it sees
-// the peer's announcement before it flags the data. That is safe: to have come to operation n + 2, it
-// has seen the peer's announcement of n + 1, and the peer announces that after it has copied n out.
+// the peer's announcement before it flags the data. That is safe: to have come to operation n + 2,
+// it has seen the peer's announcement of n + 1, and the peer announces that after it has copied n
+// out.
 //
 // Flags of slices and chunks hold the number of the operation and are compared for equality. That
 // is exact: a sender writes the flag of a later operation only after this rank has announced that
@@ -34,10 +35,10 @@
 namespace comm {
 namespace nvlink {
 
-// Few enough that two blocks fit a multiprocessor: then the next kernel's blocks can come and read their
-// records while this one's still wait.
+// Few enough that two blocks fit a multiprocessor: then the next kernel's blocks can come and read
+// their records while this one's still wait.
 constexpr uint32_t kThreads = 256;
-constexpr uint32_t kMaxPeers = 8;    // ranks of a group
+constexpr uint32_t kMaxPeers = 8;     // ranks of a group
 constexpr uint32_t kMaxSlices = 224;  // blocks that serve one peer
 constexpr uint32_t kMaxChunks = 8;
 
