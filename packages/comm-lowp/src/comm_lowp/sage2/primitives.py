@@ -619,6 +619,15 @@ def finalize_stats(
             f"k must be the {ctx.dtype} {list(grid.shape)} that ctx was made from, got {k.dtype} {list(k.shape)}"
         )
     _tensor(gathered, "gathered", (grid.world_size, grid.statistics_elems), torch.float32, k.device)
+    return final_statistics(gathered, ctx)
+
+
+def final_statistics(gathered: torch.Tensor, ctx: LocalStatistics) -> FinalStatistics:
+    """Finalize checked statistics."""
+    grid = ctx.grid
+    kernels = kernels_for(gathered.device)
+    if kernels is not None and hasattr(kernels, "finalize"):
+        return FinalStatistics(grid, *kernels.finalize(gathered, ctx))
     parts: dict[str, torch.Tensor] = {}
     start = 0
     for name, shape in grid.statistics:
