@@ -5,15 +5,15 @@ from __future__ import annotations
 import contextlib
 import threading
 import warnings
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Generator, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
 from comm_core import _cuda, known
 from comm_core._dtypes import dtype_name
 from comm_core._json import Json
-from comm_core.consensus import joint
 from comm_core.errors import (
     ArgumentTypeError,
     ArgumentValueError,
@@ -24,14 +24,14 @@ from comm_core.errors import (
     UnsupportedError,
 )
 from comm_core.group import Group, as_group
-from comm_core.plugins.discovery import registry
 from comm_core.selection import Asked, resolve
 from comm_core.transport import strided
 from comm_core.transport.interface import TransportSession
 from comm_core.transport.opening import Opened, open_transport
 from comm_core.ulysses import plans, validation
 from comm_core.ulysses.arguments import Arguments
-from comm_core.ulysses.call import Call, agree
+from comm_core.ulysses.call import AnyCall, Call, agree
+from comm_core.ulysses.codec import CodecHost, CodecWorkspace, EncodedCall, find_codec
 from comm_core.ulysses.decision import UlyssesBackendDecision, passthrough
 from comm_core.ulysses.head_chunk import check_heads, check_qkv
 from comm_core.ulysses.validation import Limits, Shape, check_disjoint, positive_int, strides_of
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 __all__ = ["UlyssesCommunicator"]
 
+_T = TypeVar("_T")
 _OPERATIONS = ("scatter_heads", "gather_heads", "exchange_chunks")
 
 
@@ -481,7 +482,7 @@ class UlyssesCommunicator:
 
     def prepare_qkv(
         self, qkv_shape: Sequence[int], *, quantization: str = "sage2", used_sequence: int | None = None
-    ) -> object:
+    ) -> CodecWorkspace:
         """Prepare the low-precision QKV exchange of a codec. Collective.
 
         Args:
@@ -493,34 +494,40 @@ class UlyssesCommunicator:
             The codec's workspace, which `scatter_qkv` takes.
 
         Raises:
-            JointError: the codec is missing or broken on some rank; the text names the package to install.
+            JointError: the codec is missing or broken on some rank (the text names the package to install), or a step
+                of the preparation failed on some rank. What was prepared before stays usable.
         """
         self._usable("prepare_qkv")
-
-        def codec_here() -> Json:
-            found = registry().codecs.get(quantization)
-            if found is None:
-                raise UnsupportedError(registry().why_missing(quantization))
-            return [quantization, found.wire]
-
-        joint(self._group, "prepare_qkv: find the codec", codec_here)
-        return registry().codecs[quantization].prepare_qkv(self, qkv_shape, used_sequence)
+        codec = find_codec(self._group, quantization)
+        with self._on_device(), torch.no_grad():
+            return codec.prepare_qkv(self._host, qkv_shape, used_sequence)
 
     def scatter_qkv(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, workspace: object, out: object | None = None
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, workspace: CodecWorkspace, out: object | None = None
     ) -> object:
         """Encode and exchange Q, K and V as prepared by `prepare_qkv`. Collective.
 
+        Args:
+            q: local ``[B, L, H, D]`` as prepared, in the communicator's dtype.
+            k: likewise.
+            v: likewise.
+            workspace: from this communicator's `prepare_qkv`.
+            out: a result of an earlier call with an equal workspace, to be written again.
+
+        Returns:
+            The codec's result, or `out`.
+
         Raises:
             ArgumentTypeError: `workspace` was not made by `prepare_qkv`.
+            ArgumentValueError: anything else about the arguments; nothing was communicated.
+            TransportError: the exchange failed; the communicator is then broken.
         """
         self._usable("scatter_qkv")
-        run = getattr(workspace, "scatter_qkv", None)
-        if run is None:
+        if not isinstance(workspace, CodecWorkspace):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ArgumentTypeError(
                 f"workspace must come from prepare_qkv, got {type(workspace).__name__}; {known.install_hint('sage2')}"
             )
-        return run(self, q, k, v, out)
+        return workspace.scatter_qkv(self._host, q, k, v, out)
 
     # Running
 
@@ -550,7 +557,26 @@ class UlyssesCommunicator:
         if out is None and self._session is not None and self._session.properties.registered_outputs:
             raise ArgumentValueError(f"{self.backend} needs out= from allocate_output")
 
+    @cached_property
+    def _host(self) -> CodecHost:
+        return CodecHost(
+            group=self._group,
+            session=self._session,
+            backend=self.backend,
+            device=self.device,
+            dtype=self.dtype,
+            max_bytes=self.max_bytes,
+            checked=self._checked,
+            run=self._run_encoded,
+        )
+
     def _run(self, operation: str, prepare: Callable[[], Call]) -> torch.Tensor:
+        return self._alone(operation, lambda: self._execute(operation, prepare))
+
+    def _run_encoded(self, operation: str, prepare: Callable[[], EncodedCall]) -> object:
+        return self._alone(operation, lambda: self._execute_encoded(operation, prepare))
+
+    def _alone(self, operation: str, body: Callable[[], _T]) -> _T:
         self._usable(operation)
         if not self._busy.acquire(blocking=False):
             raise UnsupportedError(
@@ -559,21 +585,44 @@ class UlyssesCommunicator:
             )
         try:
             with self._on_device(), torch.no_grad():
-                return self._execute(operation, prepare)
+                return body()
         finally:
             self._busy.release()
 
     def _execute(self, operation: str, prepare: Callable[[], Call]) -> torch.Tensor:
-        call = agree(self._group, operation, self._number, self._calls, prepare) if self._checked else prepare()
-        self._calls += 1
+        call = self._agreed(operation, prepare)
         if self._session is None:
             return _passthrough(operation, call, self.device)
+        session = self._session
         out = call.out
         if out is None:
             out = torch.empty(call.shape, dtype=call.dtype, device=self.device)
         staging = None if call.workspace is None else call.workspace.staging
+        with self._breaking(operation):
+            session.exchange(call.plan, call.sources, out, staging=staging)
+        _written(out)
+        self._bytes_sent += call.plan.remote_send_bytes
+        return out
+
+    def _execute_encoded(self, operation: str, prepare: Callable[[], EncodedCall]) -> object:
+        call = self._agreed(operation, prepare)
+        with self._breaking(operation):
+            result = call.execute()
+        for output in call.outputs:
+            _written(output)
+        self._bytes_sent += call.sent_bytes
+        return result
+
+    def _agreed(self, operation: str, prepare: Callable[[], AnyCall]) -> AnyCall:
+        call = agree(self._group, operation, self._number, self._calls, prepare) if self._checked else prepare()
+        self._calls += 1
+        return call
+
+    @contextlib.contextmanager
+    def _breaking(self, operation: str) -> Generator[None]:
+        """Mark the communicator as broken where what is done fails in the middle of it."""
         try:
-            self._session.exchange(call.plan, call.sources, out, staging=staging)
+            yield
         except TransportError as error:
             self._broken = str(error)
             raise
@@ -582,11 +631,6 @@ class UlyssesCommunicator:
         except Exception as error:
             self._broken = f"{operation} over {self.backend} failed: {type(error).__name__}: {error}"
             raise TransportError(self._broken) from error
-        if not out.is_inference():
-            # The bytes were written behind autograd's back; its check for tensors changed in place must know.
-            torch.autograd.graph.increment_version(out)
-        self._bytes_sent += call.plan.remote_send_bytes
-        return out
 
     def _usable(self, operation: str) -> None:
         if self._closed:
@@ -664,6 +708,12 @@ class UlyssesCommunicator:
             f"UlyssesCommunicator(rank={self.rank}/{self.world_size}, backend={self.backend!r}, "
             f"dtype={dtype_name(self.dtype)}, device={self.device}, max_bytes={self.max_bytes}, {state})"
         )
+
+
+def _written(out: torch.Tensor) -> None:
+    """Tell autograd: the bytes were written behind its back, and its check for tensors changed in place must know."""
+    if not out.is_inference():
+        torch.autograd.graph.increment_version(out)
 
 
 def _passthrough(operation: str, call: Call, device: torch.device) -> torch.Tensor:
