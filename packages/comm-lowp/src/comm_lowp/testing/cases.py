@@ -107,7 +107,7 @@ def make(case: Case) -> Inputs:
 
 @st.composite
 def cases(
-    draw: Callable[[Any], Any], *, max_elements: int = 60_000, ranks: tuple[int, ...] = (1, 2, 4, 6, 8)
+    draw: Callable[[Any], Any], *, max_elements: int = 400_000, ranks: tuple[int, ...] = (1, 2, 4, 6, 8)
 ) -> Case:
     """Return a strategy for cases: all edges of the geometry, small enough to run many."""
     world = int(draw(st.sampled_from(ranks)))
