@@ -35,7 +35,9 @@ class LowpPlugin:
     @hookimpl
     def comm_commands(self) -> Sequence[tuple[str, Typer]]:
         """Return the subcommands of ``commctl``."""
-        return ()
+        from comm_lowp.demo.command import app as demo
+
+        return (("demo lowp", demo),)
 
 
 plugin = LowpPlugin()
