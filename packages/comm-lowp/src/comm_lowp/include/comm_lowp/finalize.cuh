@@ -33,6 +33,41 @@ __device__ __forceinline__ float warp_max(float value) {
   return value;
 }
 
+// The largest |K - mean| of a group that other ranks may touch too, over the channels of one lane,
+// from what every rank that does has gathered.
+__device__ __forceinline__ float shared_amax(const FinalizeParams& p, const float* mean,
+                                             uint32_t row, uint32_t group, uint32_t lane) {
+  const Geometry& g = p.geometry;
+  const Statistics at = statistics(g);
+  const uint32_t local = g.local_sequence;
+  const uint32_t end = last_toucher(group, local, g.world_size, g.k_group_log2);
+  float amax = 0.0f;
+#pragma unroll 1
+  for (uint32_t rank = first_toucher(group, local, g.k_group_log2); rank <= end; ++rank) {
+    const uint32_t side = group == first_group(rank, local, g.k_group_log2) ? 0 : 1;
+    const float* minmax =
+        p.gathered + rank * at.count + at.k_minmax + (uint64_t(row) * 4 + 2 * side) * g.head_dim;
+    for (uint32_t d = lane; d < g.head_dim; d += 32) {
+      const float least = minmax[d], most = minmax[g.head_dim + d];
+      amax = max_of(amax, max_of(sub_rn(most, mean[d]), sub_rn(mean[d], least)));
+    }
+  }
+  return amax;
+}
+
+// The same for a group of this rank alone.
+template <class T>
+__device__ __forceinline__ float own_amax(const FinalizeParams& p, const float* mean, uint32_t row,
+                                          uint32_t group, uint32_t lane) {
+  float amax = 0.0f;
+  for (uint32_t d = lane; d < p.geometry.head_dim; d += 32) {
+    float least, most;
+    group_extremes<T>(p.geometry, p.partials.k_extremes, row, group, d, &least, &most);
+    amax = max_of(amax, max_of(sub_rn(most, mean[d]), sub_rn(mean[d], least)));
+  }
+  return amax;
+}
+
 // Blocks: x over groups, y over batch and head.
 template <class T>
 __global__ void __launch_bounds__(kFinalizeThreads)
@@ -71,40 +106,25 @@ __global__ void __launch_bounds__(kFinalizeThreads)
   }
   __syncthreads();
 
-  const float eps = float_of(kEpsBits);
   if (p.k_amax != nullptr) {
     const uint32_t num_slots = slots(local, g.k_group_log2);
     const uint32_t first = first_group(g.rank, local, g.k_group_log2);
     const uint32_t last = last_group(g.rank, local, g.k_group_log2);
     const uint32_t lane = threadIdx.x % 32;
-    uint32_t slot = blockIdx.x * kFinalizeGroups + threadIdx.x / 32;
-    for (uint32_t i = 0; i < kFinalizeGroups; i += kFinalizeThreads / 32, slot += kFinalizeThreads / 32) {
-      if (slot >= num_slots) break;
+    constexpr uint32_t kWarps = kFinalizeThreads / 32;
+    const uint32_t end_slot = (blockIdx.x + 1) * kFinalizeGroups;
+#pragma unroll 1
+    for (uint32_t slot = blockIdx.x * kFinalizeGroups + threadIdx.x / 32;
+         slot < end_slot && slot < num_slots; slot += kWarps) {
       const uint32_t group = first + slot;
-      float amax = eps;
+      float amax = 0.0f;
       if (group <= last) {
-        const bool shared = p.gathered != nullptr && (group == first || group == last);
-        uint32_t rank = shared ? first_toucher(group, local, g.k_group_log2) : g.rank;
-        const uint32_t end = shared ? last_toucher(group, local, g.world_size, g.k_group_log2) : rank;
-        for (; rank <= end; ++rank) {
-          const uint32_t side = group == first_group(rank, local, g.k_group_log2) ? 0 : 1;
-          for (uint32_t d = lane; d < dim; d += 32) {
-            float least, most;
-            if (shared) {
-              const float* minmax = p.gathered + rank * at.count + at.k_minmax +
-                                    (uint64_t(row) * 4 + 2 * side) * dim + d;
-              least = minmax[0];
-              most = minmax[dim];
-            } else {
-              group_extremes<T>(g, p.partials.k_extremes, row, group, d, &least, &most);
-            }
-            amax = max_of(amax, max_of(sub_rn(most, mean[d]), sub_rn(mean[d], least)));
-          }
-        }
-        amax = warp_max(amax);
+        amax = p.gathered != nullptr && (group == first || group == last)
+                   ? shared_amax(p, mean, row, group, lane)
+                   : own_amax<T>(p, mean, row, group, lane);
+        amax = warp_max(max_of(amax, float_of(kEpsBits)));
       }
-      if (lane == 0)
-        p.k_amax[uint64_t(row) * num_slots + slot] = group <= last ? amax : 0.0f;
+      if (lane == 0) p.k_amax[uint64_t(row) * num_slots + slot] = amax;
     }
   }
 
@@ -117,7 +137,7 @@ __global__ void __launch_bounds__(kFinalizeThreads)
       const uint32_t group = first + slot;
       float amax = 0.0f;
       if (group <= last) {
-        amax = max_of(eps, p.partials.q_amax[uint64_t(row) * num_slots + slot]);
+        amax = max_of(float_of(kEpsBits), p.partials.q_amax[uint64_t(row) * num_slots + slot]);
         if (p.gathered != nullptr && (group == first || group == last)) {
           const uint32_t end = last_toucher(group, local, g.world_size, g.q_group_log2);
           for (uint32_t rank = first_toucher(group, local, g.q_group_log2); rank <= end; ++rank) {

@@ -1,0 +1,236 @@
+"""The kernels' own code, run on a host, against the reference and the oracle: every byte."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import lowp_cases
+import lowp_host
+import lowp_oracle as oracle
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from lowp_cases import Case
+
+from comm_core.errors import ArgumentValueError
+from comm_core.jit import Module
+from comm_lowp.kernels import Final, Kernels, Scratch
+from comm_lowp.sage2 import primitives, reference
+from comm_lowp.sage2.grid import LAYOUTS, Grid
+
+
+@pytest.fixture(scope="module")
+def module(tmp_path_factory: pytest.TempPathFactory) -> Module:
+    return lowp_host.build(tmp_path_factory.mktemp("host"))
+
+
+@pytest.fixture(scope="module")
+def kernels(module: Module) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        yield lowp_host.host_kernels(module, patch)
+
+
+def filled(shape: Any, dtype: torch.dtype) -> torch.Tensor:
+    """Return storage whose bytes no result has throughout."""
+    return torch.full(shape, 7.0).to(dtype) if dtype.itemsize > 1 else torch.full(shape, 0x77, dtype=torch.uint8)
+
+
+def outputs(grid: Grid) -> list[torch.Tensor]:
+    shapes, dtypes = grid.output_shapes(grid.used_sequence), reference.output_dtypes()
+    return [filled(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+
+
+def statistics(kernels: Kernels, case: Case, q: Any, k: Any, v: Any) -> tuple[torch.Tensor, list[Scratch]]:
+    """Return the gathered statistics and what every rank keeps, compared with the reference."""
+    flats, scratches = [], []
+    for rank, grid in enumerate(case.grids):
+        shards = [case.shard(x, rank) for x in (q, k, v)]
+        scratch = kernels.scratch(grid, case.dtype)
+        for tensor in scratch.tensors:
+            tensor.fill_(torch.nan)
+        flat = torch.full((grid.statistics_elems,), torch.nan)
+        kernels.statistics(*shards, grid, flat, scratch)
+        expected = torch.empty_like(flat)
+        context = primitives.statistics_into(*shards, grid, expected)
+        assert torch.equal(flat, expected)
+        assert torch.equal(scratch.q_amax, context.q_amax)
+        flats.append(flat)
+        scratches.append(scratch)
+    return torch.stack(flats), scratches
+
+
+def pack(kernels: Kernels, case: Case, q: Any, k: Any, v: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Return the payloads of all ranks ``[source, destination, chunk]`` and the scales of V by destination."""
+    gathered, scratches = statistics(kernels, case, q, k, v)
+    size = case.ranks
+    sent = torch.full((size, size, case.grids[0].payload.chunk_bytes), 0x5A, dtype=torch.uint8)
+    scales = []
+    for rank, grid in enumerate(case.grids):
+        shards = [case.shard(x, rank) for x in (q, k, v)]
+        final = kernels.final(grid, case.dtype)
+        own = torch.empty(case.batch, case.local_heads, case.dim)
+        kernels.finalize(gathered, scratches[rank], grid, final, own_v_scale=own)
+        context = primitives.statistics_into(*shards, grid, torch.empty(grid.statistics_elems))
+        expected = primitives.final_statistics(gathered, context)
+        assert torch.equal(final.k_mean, expected.k_mean_global)
+        assert torch.equal(final.q_amax, expected.q_amax)
+        assert torch.equal(final.k_amax, expected.k_amax)
+        assert torch.equal(final.v_scale, expected.v_scale)
+        kernels.quant_pack(*shards, final, grid, [sent[rank, peer].data_ptr() for peer in range(size)])
+        payload = torch.empty(size, grid.payload.chunk_bytes, dtype=torch.uint8)
+        primitives.pack_into(*shards, expected, payload)
+        oracle.assert_same_bytes(sent[rank], payload, f"payload of rank {rank}")
+        scales.append(own)
+    return sent, scales
+
+
+def whole(kernels: Kernels, case: Case, q: Any = None, k: Any = None, v: Any = None) -> None:
+    """The exchange of all ranks equals the quantization of the gathered sequence, byte for byte."""
+    if q is None:
+        q, k, v = lowp_cases.operands(case)
+    before = [x.clone() for x in (q, k, v)]
+    sent, scales = pack(kernels, case, q, k, v)
+    mean = oracle.mean_of(k, case.ranks, case.used)
+    expected = oracle.encode(q, k, v, case.layout, case.used, mean)
+    for peer, grid in enumerate(case.grids):
+        received = sent[:, peer].contiguous()
+        outs = outputs(grid)
+        outs[5] = scales[peer]
+        kernels.unpack(received, grid, outs[:5])
+        for name, out in zip(("q", "k", "v", "q_scale", "k_scale", "v_scale"), outs, strict=True):
+            own = oracle.heads_of(name, expected[name], case.ranks, peer)
+            oracle.assert_same_bytes(out, own, f"{name} of rank {peer}")
+    for x, y in zip((q, k, v), before, strict=True):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("case", lowp_cases.EDGES, ids=lambda case: "-".join(str(part) for part in case))
+def test_edges_equal_the_quantization_of_the_gathered_sequence(kernels: Kernels, case: Case) -> None:
+    whole(kernels, case)
+
+
+@pytest.mark.deadline(300)
+@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@given(case=lowp_cases.cases(elements=120_000))
+def test_any_geometry_equals_the_quantization_of_the_gathered_sequence(kernels: Kernels, case: Case) -> None:
+    """O1, with the kernels on every rank; statistics, payloads and outputs equal the reference on the way."""
+    whole(kernels, case)
+
+
+@pytest.mark.parametrize("layout", sorted(LAYOUTS))
+@pytest.mark.parametrize("dim", [64, 128])
+def test_projection_views_are_read_in_place(kernels: Kernels, layout: str, dim: int) -> None:
+    """O6: Q, K and V as views of one projection; what lies between their rows is NaN."""
+    case = Case(2, 2, 70, 3, dim, 133, torch.bfloat16, layout, 5)
+    values = lowp_cases.operands(case)
+    b, s, h, d = values[0].shape
+    fused = torch.full((b, s + 3, h, 3 * d + 8), torch.nan, dtype=case.dtype)
+    views = [fused[:, 1 : 1 + s, :, i * d : (i + 1) * d] for i in range(3)]
+    for view, value in zip(views, values, strict=True):
+        view.copy_(value)
+    # Heads before rows in memory.
+    turned = values[1].transpose(1, 2).contiguous().transpose(1, 2)
+    whole(kernels, case, views[0], turned, views[2])
+    whole(kernels, case, *views)
+
+
+def test_strides_of_single_dimensions_need_not_be_aligned(kernels: Kernels) -> None:
+    case = Case(1, 1, 40, 1, 64, 40, torch.float16, "sage2_sm90", 5)
+    q, k, v = lowp_cases.operands(case)
+    odd = torch.empty(40 * 64, dtype=case.dtype).as_strided((1, 40, 1, 64), (3, 64, 7, 1))
+    odd.copy_(q)
+    whole(kernels, case, odd, k, v)
+
+
+def single(kernels: Kernels, layout: str) -> tuple[Case, Grid, list[torch.Tensor], Final]:
+    case = Case(1, 2, 90, 3, 64, 90, torch.bfloat16, layout, 12)
+    (grid,) = case.grids
+    values = list(lowp_cases.operands(case))
+    gathered, scratches = statistics(kernels, case, *values)
+    final = kernels.final(grid, case.dtype)
+    kernels.finalize(gathered, scratches[0], grid, final)
+    return case, grid, values, final
+
+
+@pytest.mark.parametrize("layout", sorted(LAYOUTS))
+def test_a_part_leaves_the_other_sections_alone(kernels: Kernels, layout: str) -> None:
+    _, grid, (q, k, v), final = single(kernels, layout)
+    spec = grid.payload
+    full = torch.empty(1, spec.chunk_bytes, dtype=torch.uint8)
+    kernels.quant_pack(q, k, v, final, grid, [full.data_ptr()])
+    ends = [0, spec.k_offset, spec.v_offset, spec.q_scale_offset, spec.k_scale_offset, spec.chunk_bytes]
+    for parts in range(1, 8):
+        for scales in (False, True):
+            some = torch.full_like(full, 0xA5)
+            operands = [x if parts >> i & 1 else None for i, x in enumerate((q, k, v))]
+            kernels.quant_pack(*operands, final, grid, [some.data_ptr()], scales=scales)
+            written = [bool(parts >> i & 1) for i in range(3)]
+            written += [scales and written[0], scales and written[1]]
+            for i, was in enumerate(written):
+                section = slice(ends[i], ends[i + 1])
+                expected = full[:, section] if was else torch.full_like(full[:, section], 0xA5)
+                assert torch.equal(some[:, section], expected), (parts, scales, i)
+
+
+@pytest.mark.parametrize("layout", sorted(LAYOUTS))
+def test_single_statistics_equal_their_primitives(kernels: Kernels, layout: str) -> None:
+    """Each tensor by itself; what the others would have written is left alone."""
+    case = Case(3, 1, 300, 1, 64, 700, torch.float16, layout, 4, "bias")
+    values = lowp_cases.operands(case)
+    for rank, grid in enumerate(case.grids):
+        q, k, v = (case.shard(x, rank) for x in values)
+        scratch = kernels.scratch(grid, case.dtype)
+        kernels.statistics(q, None, None, grid, None, scratch)
+        expected = reference.group_amax(q, grid, grid.layout.q_group)
+        assert torch.equal(scratch.q_amax, expected)
+        flat = torch.full((grid.statistics_elems,), torch.nan)
+        kernels.statistics(None, k, v, grid, flat, scratch)
+        channels = grid.batch_size * grid.heads * grid.head_dim
+        assert torch.equal(flat[:channels], reference.k_sum(k).flatten())
+        assert torch.equal(flat[channels : 2 * channels], reference.v_amax(v).flatten())
+        assert flat[2 * channels : 2 * channels + 2 * grid.heads].isnan().all()
+        mean = reference.final_mean(torch.stack([reference.k_sum(k)]), 300, case.dtype)
+        out = torch.full((grid.batch_size, grid.heads, grid.k_slots), torch.nan)
+        kernels.k_grouped_amax(mean, scratch, grid, out)
+        amax = primitives.k_grouped_amax(
+            k, mean, rank=rank, world_size=3, used_sequence=case.used, layout=layout
+        )
+        assert torch.equal(out, amax)
+
+
+@pytest.mark.parametrize("layout", sorted(LAYOUTS))
+def test_v_alone_in_its_own_order(kernels: Kernels, layout: str) -> None:
+    """A payload of one rank whose section of V is the whole output."""
+    _, grid, (_, _, v), final = single(kernels, layout)
+    out = torch.empty(v.shape, dtype=torch.uint8)
+    kernels.quant_pack(
+        None, None, v, (None, None, None, final.v_scale), grid, [out.data_ptr() - grid.payload.v_offset], scales=False
+    )
+    assert torch.equal(out, reference.quantize_v(v, final.v_scale, grid.layout.v_max))
+
+
+def test_mistakes_are_refused_before_anything_is_launched(kernels: Kernels) -> None:
+    case, grid, (q, k, v), final = single(kernels, "sage2_sm90")
+    scratch, flat = kernels.scratch(grid, case.dtype), torch.zeros(grid.statistics_elems)
+    shifted = torch.empty(q.numel() + 1, dtype=q.dtype)[1:].view(q.shape)
+    with pytest.raises(ArgumentValueError, match="q: rows must be aligned to 16 bytes"):
+        kernels.statistics(shifted, k, v, grid, flat, scratch)
+    narrow = torch.empty(2, 90, 3, 68, dtype=q.dtype)[..., :64]
+    with pytest.raises(ArgumentValueError, match="k: rows must be aligned to 16 bytes"):
+        kernels.statistics(q, narrow, v, grid, flat, scratch)
+    with pytest.raises(ArgumentValueError, match="a destination must be aligned"):
+        kernels.quant_pack(q, k, v, final, grid, [8])
+    changes: list[tuple[dict[str, int], str]] = [
+        ({"head_dim": 96}, "head_dim must be 64 or 128, got 96"),
+        ({"rank": 1}, "rank 1 of 1"),
+        ({"world_size": 2, "used_sequence": 1}, "heads 3 for 2 ranks"),
+        ({"local_sequence": 0}, "sequence 0"),
+        ({"used_sequence": 91}, "used_sequence 91 of 90"),
+        ({"used_sequence": 0}, "used_sequence 0"),
+        ({"batch_size": 2**17}, "fewer than 2\\^31 elements"),
+    ]
+    for change, text in changes:
+        with pytest.raises(ArgumentValueError, match=text):
+            kernels.statistics(q, k, v, dataclasses.replace(grid, **change), flat, scratch)
+    assert not flat.any()
