@@ -1,4 +1,4 @@
-"""prepare_qkv and scatter_qkv of a communicator, over gloo processes: bytes, joint refusals, workspaces, the consumer.
+"""prepare_qkv and scatter_qkv of a communicator, over gloo processes: bytes, joint refusals, workspaces, accuracy.
 
 A rank registers the codec itself, so that nothing here depends on what is installed.
 """
@@ -289,33 +289,37 @@ def refusals(group: Any) -> list[str]:
             overlapping = good._replace(k=good.q)
             inside = workspace.scratch[2].view(-1)[: good.q.numel()].view(torch.int8).view(good.q.shape)
             alias = q.view(torch.int8).view(-1)[: good.q.numel()].view(good.q.shape)
-            tries: list[tuple[str, type[Exception], str, tuple[Any, ...], Any, Any]] = [
-                ("a list", ArgumentTypeError, "list", ([1], k, v), workspace, None),
-                ("another dtype", ArgumentValueError, "bfloat16", (q.half(), k, v), workspace, None),
-                ("another shape", ArgumentValueError, "[1, 40, 4, 64]", (q[:, :-1], k, v), workspace, None),
-                ("a strided last dimension", ArgumentValueError, "dense", (q, k.mT.contiguous().mT, v), workspace, None),
-                ("a misaligned view", ArgumentValueError, "16-byte", (q, k, wide[..., 4:68]), workspace, None),
-                ("no workspace", ArgumentTypeError, "prepare_qkv", (q, k, v), object(), None),
-                ("a foreign workspace", ArgumentValueError, "another communicator", (q, k, v), other, None),
-                ("out is a tuple", ArgumentTypeError, "UlyssesQKV", (q, k, v), workspace, tuple(good)),
-                ("out of a wrong field", ArgumentTypeError, "out.k", (q, k, v), workspace, good._replace(k=None)),
-                ("out of another width", ArgumentValueError, "out.q_scale", (q, k, v), workspace, good._replace(q_scale=good.q_scale[..., :4])),
-                ("out of another dtype", ArgumentValueError, "out.v", (q, k, v), workspace, good._replace(v=good.v.view(torch.uint8))),
-                ("out on strides", ArgumentValueError, "contiguous", (q, k, v), workspace, good._replace(q=good.q.transpose(0, 1).contiguous().transpose(0, 1).mT.contiguous().mT)),
-                ("out misaligned", ArgumentValueError, "aligned", (q, k, v), workspace, good._replace(q=flat[1:].view(good.q.shape))),
-                ("out of another layout", ArgumentValueError, "out.layout", (q, k, v), workspace, good._replace(layout="sage2_sm89_sm120")),
-                ("out of another length", ArgumentValueError, "used_sequence", (q, k, v), workspace, good._replace(used_sequence=71)),
-                ("out of another input", ArgumentValueError, "input_dtype", (q, k, v), workspace, good._replace(input_dtype=F16)),
-                ("out that overlaps itself", ArgumentValueError, "overlap out.q", (q, k, v), workspace, overlapping),
-                ("out in the workspace", ArgumentValueError, "workspace", (q, k, v), workspace, good._replace(q=inside)),
-                ("out in an input", ArgumentValueError, "overlap q", (q, k, v), workspace, good._replace(k=alias)),
-            ]  # fmt: skip
+            value, kind = ArgumentValueError, ArgumentTypeError
+            turned = good.q.mT.contiguous().mT
+            operands: list[tuple[str, type[Exception], str, tuple[Any, ...]]] = [
+                ("a list", kind, "list", ([1], k, v)),
+                ("another dtype", value, "bfloat16", (q.half(), k, v)),
+                ("another shape", value, "[1, 40, 4, 64]", (q[:, :-1], k, v)),
+                ("a strided last dimension", value, "dense", (q, k.mT.contiguous().mT, v)),
+                ("a misaligned view", value, "16-byte", (q, k, wide[..., 4:68])),
+            ]
+            outputs: list[tuple[str, type[Exception], str, Any]] = [
+                ("a tuple", kind, "UlyssesQKV", tuple(good)),
+                ("a field that is none", kind, "out.k", good._replace(k=None)),
+                ("another width", value, "out.q_scale", good._replace(q_scale=good.q_scale[..., :4])),
+                ("another dtype", value, "out.v", good._replace(v=good.v.view(torch.uint8))),
+                ("strides", value, "contiguous", good._replace(q=turned)),
+                ("a misaligned tensor", value, "aligned", good._replace(q=flat[1:].view(good.q.shape))),
+                ("another layout", value, "out.layout", good._replace(layout="sage2_sm89_sm120")),
+                ("another length", value, "used_sequence", good._replace(used_sequence=71)),
+                ("another input dtype", value, "input_dtype", good._replace(input_dtype=F16)),
+                ("two outputs in one place", value, "overlap out.q", overlapping),
+                ("the workspace's storage", value, "workspace", good._replace(q=inside)),
+                ("an input's storage", value, "overlap q", good._replace(k=alias)),
+            ]
+            tries = [(name, error, text, comm, given, workspace, None) for name, error, text, given in operands]
+            tries += [(f"out: {n}", error, text, comm, (q, k, v), workspace, out) for n, error, text, out in outputs]
+            tries.append(("no workspace", kind, "prepare_qkv", comm, (q, k, v), object(), None))
+            tries.append(("a foreign workspace", value, "another communicator", other, (q, k, v), workspace, None))
             sent = comm.bytes_sent
-            for name, error, text, operands, space, out in tries:
-                host = other if name == "a foreign workspace" else comm
-                given = workspace if name == "a foreign workspace" else space
+            for name, error, text, host, given, space, out in tries:
                 try:
-                    host.scatter_qkv(*operands, workspace=given, out=out)
+                    host.scatter_qkv(*given, workspace=space, out=out)
                 except error as caught:
                     if text not in str(caught):
                         problems.append(f"{name}: {caught}")
