@@ -29,8 +29,10 @@ class LowpPlugin:
 
     @hookimpl
     def comm_modules(self) -> Sequence[ModuleSpec]:
-        """Return the CUDA modules."""
-        return ()
+        """Return the CUDA module."""
+        from comm_lowp.module import MODULE
+
+        return (MODULE,)
 
     @hookimpl
     def comm_commands(self) -> Sequence[tuple[str, Typer]]:
