@@ -9,7 +9,6 @@ from typing import Any
 
 import lowp_cases
 import lowp_host
-import lowp_oracle as oracle
 import pytest
 import torch
 from lowp_cases import Case
@@ -23,6 +22,7 @@ from comm_core.windows.signals import RECORD_BYTES, SIGNAL_BYTES, Operation, rea
 from comm_lowp.kernels import DirectScatter, Kernels, direct_window_bytes
 from comm_lowp.sage2 import reference
 from comm_lowp.sage2.grid import Grid
+from comm_lowp.testing import oracle
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,9 @@ class HostSession:
         self.memory, self.rank = memory, rank
         nbytes = memory.windows[0].numel()
         addresses = [window.data_ptr() for window in memory.windows]
-        table = b"".join((WindowStruct.pack(0, [0]), WindowStruct.pack(64, [0]), WindowStruct.pack(nbytes, addresses)))
+        table = b"".join(
+            (WindowStruct.pack(0, [0]), WindowStruct.pack(64, [0]), WindowStruct.pack(nbytes, addresses))
+        )
         self.table = torch.frombuffer(bytearray(table), dtype=torch.uint8)
         self.record = torch.zeros(RECORD_BYTES, dtype=torch.uint8)
         packed = SessionStruct(
@@ -172,7 +174,9 @@ def poisoned(outs: Sequence[torch.Tensor]) -> bool:
 
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_a_rank_that_does_not_come_is_named_and_outputs_are_poisoned(kernels: Kernels, ranks: int, late: bool) -> None:
+def test_a_rank_that_does_not_come_is_named_and_outputs_are_poisoned(
+    kernels: Kernels, ranks: int, late: bool
+) -> None:
     case = Case(ranks, 1, 40, 1, 64, 40 * ranks, torch.bfloat16, "sage2_sm90", 1)
     scatters = prepare(kernels, case, timeout_s=0.5)
     outcomes = run_threads(ranks, missing, scatters, case, 1, late)

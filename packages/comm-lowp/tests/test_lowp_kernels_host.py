@@ -7,7 +7,6 @@ from typing import Any
 
 import lowp_cases
 import lowp_host
-import lowp_oracle as oracle
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -18,6 +17,7 @@ from comm_core.jit import Module
 from comm_lowp.kernels import Final, Kernels, Scratch
 from comm_lowp.sage2 import primitives, reference
 from comm_lowp.sage2.grid import LAYOUTS, Grid
+from comm_lowp.testing import oracle
 
 
 @pytest.fixture(scope="module")
@@ -52,9 +52,9 @@ def statistics(kernels: Kernels, case: Case, q: Any, k: Any, v: Any) -> tuple[to
         flat = torch.full((grid.statistics_elems,), torch.nan)
         kernels.statistics(*shards, grid, flat, scratch)
         expected = torch.empty_like(flat)
-        context = primitives.statistics_into(*shards, grid, expected)
+        context = primitives.torch_statistics(*shards, grid, expected)
         assert torch.equal(flat, expected)
-        assert torch.equal(scratch.q_amax, context.q_amax)
+        assert torch.equal(scratch.q_amax, context.partials.q_amax)
         flats.append(flat)
         scratches.append(scratch)
     return torch.stack(flats), scratches
@@ -71,15 +71,15 @@ def pack(kernels: Kernels, case: Case, q: Any, k: Any, v: Any) -> tuple[torch.Te
         final = kernels.final(grid, case.dtype)
         own = torch.empty(case.batch, case.local_heads, case.dim)
         kernels.finalize(gathered, scratches[rank], grid, final, own_v_scale=own)
-        context = primitives.statistics_into(*shards, grid, torch.empty(grid.statistics_elems))
-        expected = primitives.final_statistics(gathered, context)
+        context = primitives.torch_statistics(*shards, grid, torch.empty(grid.statistics_elems))
+        expected = primitives.torch_final(gathered, context)
         assert torch.equal(final.k_mean, expected.k_mean_global)
         assert torch.equal(final.q_amax, expected.q_amax)
         assert torch.equal(final.k_amax, expected.k_amax)
         assert torch.equal(final.v_scale, expected.v_scale)
         kernels.quant_pack(*shards, final, grid, [sent[rank, peer].data_ptr() for peer in range(size)])
         payload = torch.empty(size, grid.payload.chunk_bytes, dtype=torch.uint8)
-        primitives.pack_into(*shards, expected, payload)
+        primitives.torch_pack(*shards, expected, payload)
         oracle.assert_same_bytes(sent[rank], payload, f"payload of rank {rank}")
         scales.append(own)
     return sent, scales
@@ -193,9 +193,7 @@ def test_single_statistics_equal_their_primitives(kernels: Kernels, layout: str)
         mean = reference.final_mean(torch.stack([reference.k_sum(k)]), 300, case.dtype)
         out = torch.full((grid.batch_size, grid.heads, grid.k_slots), torch.nan)
         kernels.k_grouped_amax(mean, scratch, grid, out)
-        amax = primitives.k_grouped_amax(
-            k, mean, rank=rank, world_size=3, used_sequence=case.used, layout=layout
-        )
+        amax = primitives.k_grouped_amax(k, mean, rank=rank, world_size=3, used_sequence=case.used, layout=layout)
         assert torch.equal(out, amax)
 
 

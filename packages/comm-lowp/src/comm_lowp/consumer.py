@@ -36,7 +36,9 @@ def check_encoded(encoded: object) -> tuple[UlyssesQKV, Layout]:
     from comm_lowp.qkv import UlyssesQKV
 
     if not isinstance(encoded, UlyssesQKV):
-        raise ArgumentTypeError(f"encoded must be a UlyssesQKV, as scatter_qkv returns it; got {type(encoded).__name__}")
+        raise ArgumentTypeError(
+            f"encoded must be a UlyssesQKV, as scatter_qkv returns it; got {type(encoded).__name__}"
+        )
     layout = LAYOUTS.get(encoded.layout)
     if layout is None:
         raise ArgumentValueError(f"encoded.layout must be one of {', '.join(LAYOUTS)}, got {encoded.layout!r}")
@@ -134,9 +136,9 @@ def _output(encoded: UlyssesQKV) -> torch.Tensor:
 def emulated_attention(encoded: UlyssesQKV, sm_scale: float | None = None) -> torch.Tensor:
     """Attend as the SageAttention2 kernels of `encoded.layout` do, step by step; else as `reference_attention`.
 
-    Integer dot products; logits in base 2; an online softmax over tiles of keys; weights scaled by 2**8.807 and rounded
-    to E4M3 for the product with V, but not for the denominator; an accumulator a tile that is fp32 (``"sage2_sm90"``)
-    or fp16 in steps of 32 keys (``"sage2_sm89_sm120"``), added to an fp32 one; V's scale at the end.
+    Integer dot products; logits in base 2; an online softmax over tiles of keys; weights scaled by 2**8.807 and
+    rounded to E4M3 for the product with V, but not for the denominator; an accumulator a tile that is fp32
+    (``"sage2_sm90"``) or fp16 in steps of 32 keys (``"sage2_sm89_sm120"``), added to an fp32 one; V's scale last.
     """
     checked, layout = check_encoded(encoded)
     scale = softmax_scale(sm_scale, checked.q.shape[3]) * math.log2(math.e)

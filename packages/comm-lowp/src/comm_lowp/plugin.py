@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from comm_core.plugins import hookimpl
 from comm_lowp.codec import Sage2Codec
+from comm_lowp.module import MODULE
 
 if TYPE_CHECKING:
     from typer import Typer
@@ -30,8 +31,6 @@ class LowpPlugin:
     @hookimpl
     def comm_modules(self) -> Sequence[ModuleSpec]:
         """Return the CUDA module."""
-        from comm_lowp.module import MODULE
-
         return (MODULE,)
 
     @hookimpl

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple, NoReturn, cast
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, cast
 
 import torch
 
@@ -18,17 +18,17 @@ from comm_core._dtypes import dtype_name
 from comm_core._json import Json, JsonObject, canonical
 from comm_core.consensus import joint
 from comm_core.errors import ArgumentTypeError, ArgumentValueError, JointValueError, UnsupportedError
-from comm_core.transport.dist import SMALL_BYTES
-from comm_core.transport.interface import Staging
 from comm_core.ulysses.codec import CodecHost, CodecWorkspace, EncodedCall
 from comm_core.ulysses.validation import byte_range
-from comm_core.windows.gather import small_plan
 from comm_lowp import _env, finite
-from comm_lowp.route import PayloadRoute, choose_route
+from comm_lowp.pipeline import Pipeline, empty_outputs, make_pipeline
 from comm_lowp.sage2 import primitives
 from comm_lowp.sage2.dispatch import kernels_for
 from comm_lowp.sage2.grid import Grid, Layout, PayloadSpec
 from comm_lowp.sage2.reference import output_dtypes
+
+if TYPE_CHECKING:
+    from comm_lowp.kernels import Kernels
 
 __all__ = ["UlyssesQKV", "UlyssesQKVWorkspace", "prepare"]
 
@@ -76,10 +76,7 @@ class UlyssesQKVWorkspace(CodecWorkspace):
 
     _host: CodecHost
     _grid: Grid
-    _route: PayloadRoute
-    _flat: torch.Tensor
-    _gathered: torch.Tensor
-    _staging: Staging | None
+    _pipeline: Pipeline
     _last_stream: int | None
 
     def __init__(self, *arguments: object, **keywords: object) -> NoReturn:
@@ -133,9 +130,9 @@ class UlyssesQKVWorkspace(CodecWorkspace):
         return self._host.backend
 
     @property
-    def payload_route(self) -> str:
-        """How the payload travels: ``"exchange"`` (packed, then exchanged) or a direct route of the kernels."""
-        return self._route.name
+    def route(self) -> str:
+        """How the payload travels: ``"exchange"`` (packed, then exchanged) or ``"direct"`` (stored in place)."""
+        return self._pipeline.name
 
     @property
     def payload(self) -> PayloadSpec:
@@ -154,8 +151,8 @@ class UlyssesQKVWorkspace(CodecWorkspace):
 
     @property
     def scratch(self) -> tuple[torch.Tensor, ...]:
-        """The storage, for looking at: this rank's and all ranks' statistics, then the route's buffers."""
-        return (self._flat, self._gathered, *self._route.buffers)
+        """The storage, for looking at: statistics, payloads, and what else the pipeline reuses."""
+        return self._pipeline.buffers
 
     def __repr__(self) -> str:
         """Return what was prepared."""
@@ -246,38 +243,16 @@ class UlyssesQKVWorkspace(CodecWorkspace):
 
     def _execute(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: UlyssesQKV | None) -> UlyssesQKV:
         self._order_streams()
-        grid = self._grid
-        context = primitives.statistics_into(q, k, v, grid, self._flat)
-        self._gather()
-        stats = primitives.final_statistics(self._gathered, context)
-        received = self._route.exchange(q, k, v, stats)
         result = self._empty() if out is None else out
-        primitives.unpack_into(received, grid, result[:5])
-        first = grid.rank * grid.local_heads
-        result.v_scale.copy_(stats.v_scale[:, first : first + grid.local_heads])
+        self._pipeline(q, k, v, result[:6])
         return result
-
-    def _gather(self) -> None:
-        """Gather the statistics of all ranks: the one collective besides the payload's."""
-        session = self._host.session
-        if session is None:
-            return  # `_gathered` is a view of `_flat`
-        nbytes = self.statistics_bytes
-        if nbytes <= SMALL_BYTES:
-            session.all_gather_small(self._flat, self._gathered)
-            return
-        plan = small_plan(nbytes, self._grid.rank, self._grid.world_size)
-        session.exchange(plan, (self._flat,), self._gathered, staging=self._staging)
 
     def _empty(self) -> UlyssesQKV:
         """Return new outputs, which later calls don't touch."""
         grid = self._grid
-        shapes = grid.output_shapes(grid.used_sequence)
-        new = [torch.empty(s, dtype=d, device=self.device) for s, d in zip(shapes, output_dtypes(), strict=True)]
-        return UlyssesQKV(
-            new[0], new[1], new[2], new[3], new[4], new[5], grid.layout.name, grid.sequence, grid.used_sequence,
-            self.dtype,
-        )  # fmt: skip
+        q, k, v, q_scale, k_scale, v_scale = empty_outputs(grid, self.device)
+        metadata = (grid.layout.name, grid.sequence, grid.used_sequence, self.dtype)
+        return UlyssesQKV(q, k, v, q_scale, k_scale, v_scale, *metadata)
 
     def _order_streams(self) -> None:
         """Let the current stream wait for the last one that used the storage."""
@@ -315,18 +290,27 @@ def prepare(host: CodecHost, qkv_shape: object, used_sequence: object) -> Ulysse
     what = "prepare_qkv: shape and configuration"
     shared = joint(host.group, what, geometry, error=JointValueError)
     if len({canonical(item) for item in shared}) > 1:
-        raise JointValueError(f"{what}: the ranks differ", {rank: canonical(item) for rank, item in enumerate(shared)})
+        raise JointValueError(
+            f"{what}: the ranks differ", {rank: canonical(item) for rank, item in enumerate(shared)}
+        )
     grid = grids[0]
     # A cold build may take longer than a rank may be late.
     seconds = max(host.group.timeout_s, _env.build_timeout_s()) if host.device.type == "cuda" else None
-    joint(host.group, "prepare_qkv: kernels", lambda: _load_kernels(host), timeout_s=seconds)
-    made: list[UlyssesQKVWorkspace] = []
+    kernels: list[Kernels] = []
+
+    def load() -> Json:
+        found = kernels_for(host.device, grid.world_size)
+        kernels.extend(() if found is None else (found,))
+        return found is not None
+
+    everywhere = all(joint(host.group, "prepare_qkv: kernels", load, timeout_s=seconds))
+    made: list[Pipeline] = []
 
     def allocate() -> None:
-        made.append(_allocate(host, grid))
+        made.append(make_pipeline(host, grid, kernels[0] if kernels else None, everywhere=everywhere))
 
     joint(host.group, "prepare_qkv: allocate", allocate)
-    return made[0]
+    return _new_workspace(host, grid, made[0])
 
 
 def _check_geometry(host: CodecHost, qkv_shape: object, used_sequence: object) -> Grid:
@@ -366,34 +350,10 @@ def _layout(host: CodecHost) -> Layout:
     return primitives.find_layout(_env.layout(), host.device)
 
 
-def _load_kernels(host: CodecHost) -> Json:
-    kernels_for(host.device)
-    return None
-
-
-def _allocate(host: CodecHost, grid: Grid) -> UlyssesQKVWorkspace:
-    size, session = grid.world_size, host.session
-    flat = torch.empty(grid.statistics_elems, dtype=torch.float32, device=host.device)
-    gathered = flat.view(1, -1)
-    staging = None
-    if session is not None:
-        shape = (size, grid.statistics_elems)
-        large = flat.nbytes > SMALL_BYTES
-        # A large gather is an ordinary exchange, which some transports can only make into outputs of their own.
-        gathered = (
-            session.allocate_output(shape, torch.float32, host.device)
-            if large
-            else torch.empty(shape, dtype=torch.float32, device=host.device)
-        )
-        if large and session.properties.staging:
-            send = torch.empty(size * flat.nbytes, dtype=torch.uint8, device=host.device)
-            staging = Staging(send, gathered.view(-1).view(torch.uint8))
+def _new_workspace(host: CodecHost, grid: Grid, pipeline: Pipeline) -> UlyssesQKVWorkspace:
     workspace = object.__new__(UlyssesQKVWorkspace)
     workspace._host = host  # pyright: ignore[reportPrivateUsage]
     workspace._grid = grid  # pyright: ignore[reportPrivateUsage]
-    workspace._flat = flat  # pyright: ignore[reportPrivateUsage]
-    workspace._gathered = gathered  # pyright: ignore[reportPrivateUsage]
-    workspace._staging = staging  # pyright: ignore[reportPrivateUsage]
+    workspace._pipeline = pipeline  # pyright: ignore[reportPrivateUsage]
     workspace._last_stream = None  # pyright: ignore[reportPrivateUsage]
-    workspace._route = choose_route(host, grid)  # pyright: ignore[reportPrivateUsage]
     return workspace

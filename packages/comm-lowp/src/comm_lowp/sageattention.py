@@ -47,7 +47,9 @@ _NHD = 0
 _NOT_CAUSAL = 0
 _PER_WARP = 2
 _NO_LSE = 0
-_INSTALL = "SageAttention 2 is installed from its sources, https://github.com/thu-ml/SageAttention, on the GPU machine"
+_INSTALL = (
+    "SageAttention 2 is installed from its sources, https://github.com/thu-ml/SageAttention, on the GPU machine"
+)
 
 
 def find_kernel(layout: Layout) -> Callable[..., Any]:
@@ -108,7 +110,7 @@ def sage_attention(
     scale = softmax_scale(sm_scale, checked.q.shape[3])
     device = checked.q.device
     if device.type != "cuda":
-        raise UnsupportedError(f"SageAttention runs on CUDA devices, the operands are on {device}: use reference_attention")
+        raise UnsupportedError(f"SageAttention needs a CUDA device, not {device}; reference_attention runs there")
     if _cuda.is_capturing():
         raise UnsupportedError(
             "SageAttention can't be captured: its kernels run on the legacy default stream, at once, and the graph "
@@ -161,7 +163,8 @@ def _output(encoded: UlyssesQKV, out: torch.Tensor | None) -> torch.Tensor:
 
 def _check_alignment(x: torch.Tensor, name: str) -> None:
     """Refuse what the library would end the process for: its copies need 16-byte aligned addresses and rows."""
-    strides = [stride * x.element_size() for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1]
+    outer = zip(x.shape[:-1], x.stride()[:-1], strict=True)
+    strides = [stride * x.element_size() for size, stride in outer if size > 1]
     if x.data_ptr() % 16 or any(stride % 16 for stride in strides) or x.stride(-1) != 1:
         raise ArgumentValueError(
             f"{name} must have dense rows and 16-byte aligned addresses, got {x.data_ptr():#x} with strides "

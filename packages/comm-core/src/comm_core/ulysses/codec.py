@@ -1,7 +1,8 @@
 """What a QKV encoding is to a communicator, and what it may use of one.
 
-A codec never sees a communicator: it gets a `CodecHost`, the group and the transport session of one, and a way to run
-calls that keeps the communicator's promises (one call at a time, joint checks in checked mode, broken after a failure).
+A codec never sees a communicator: it gets a `CodecHost`, the group and the transport session of one, and a way to
+run calls that keeps the communicator's promises: one call at a time, joint checks in checked mode, broken after a
+failure.
 """
 
 from __future__ import annotations

@@ -503,7 +503,13 @@ class UlyssesCommunicator:
             return codec.prepare_qkv(self._host, qkv_shape, used_sequence)
 
     def scatter_qkv(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, workspace: CodecWorkspace, out: object | None = None
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        workspace: CodecWorkspace,
+        out: object | None = None,
     ) -> object:
         """Encode and exchange Q, K and V as prepared by `prepare_qkv`. Collective.
 

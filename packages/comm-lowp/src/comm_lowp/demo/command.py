@@ -52,7 +52,9 @@ def lowp(
         _Data, typer.Option("--data", help="normal: N(0, 1); biased: neighbours alike, K and V biased.")
     ] = _Data.biased,
     seed: Annotated[int, typer.Option("--seed", help="Of the data.")] = 0,
-    timeout: Annotated[float, typer.Option("--timeout", min=1.0, metavar="S", help="Seconds for everything.")] = 120.0,
+    timeout: Annotated[
+        float, typer.Option("--timeout", min=1.0, metavar="S", help="Seconds for everything.")
+    ] = 120.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
 ) -> None:
     """Exchange Q, K and V in low precision between CPU ranks, attend, and compare.
@@ -184,8 +186,8 @@ def _show(document: JsonObject) -> None:
     output.columns(
         f"Layout {layout['layout']}",
         [
-            ("Q", f"int8, a scale for {consumer.q_group} rows: {layout['q_scale_shape']}, {layout['q_slots']} slots sent"),
-            ("K", f"int8, a scale for {consumer.k_group} rows: {layout['k_scale_shape']}, {layout['k_slots']} slots sent"),
+            ("Q", f"int8, a scale for {consumer.q_group} rows: {layout['q_scale_shape']}; {layout['q_slots']} sent"),
+            ("K", f"int8, a scale for {consumer.k_group} rows: {layout['k_scale_shape']}; {layout['k_slots']} sent"),
             ("V", f"e4m3, a scale for a channel, scaled to {consumer.v_max:g}: {layout['v_shape']}"),
         ],
         out,

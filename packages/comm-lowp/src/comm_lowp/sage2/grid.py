@@ -1,8 +1,8 @@
 """Geometry of the Sage2 encoding: groups of rows, scale slots, and the payload. Pure; no torch, no device.
 
 A scale belongs to a *group* of rows on the global row grid: row t of rank r is global row ``r * L + t``, and group g
-holds the global rows ``[g * G, (g + 1) * G)``. A rank's shard begins and ends anywhere within a group, so two ranks (or
-more, where shards are shorter than a group) may share one. Everything here is counted on the global grid, which is
+holds the global rows ``[g * G, (g + 1) * G)``. A rank's shard begins and ends anywhere within a group, so two ranks
+may share one, or more where shards are shorter than a group. Everything here is counted on the global grid, which is
 why a result does not depend on how many ranks there are::
 
     global rows  0        16        32        48        64        80        96       112       128
@@ -194,8 +194,9 @@ class Grid:
     @property
     def payload(self) -> PayloadSpec:
         """The payload of one rank."""
-        return payload_spec(self.layout, self.batch_size, self.local_sequence, self.local_heads, self.head_dim,
-                            self.world_size)
+        return payload_spec(
+            self.layout, self.batch_size, self.local_sequence, self.local_heads, self.head_dim, self.world_size
+        )
 
     def output_shapes(self, used_sequence: int) -> tuple[tuple[int, ...], ...]:
         """Return the shapes of (q8, k8, v8, q_scale, k_scale, v_scale) for scales of `used_sequence` rows."""

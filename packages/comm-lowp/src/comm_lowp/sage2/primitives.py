@@ -12,16 +12,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from comm_core.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
 from comm_lowp.sage2 import reference
 from comm_lowp.sage2.dispatch import kernels_for
-from comm_lowp.sage2.grid import EPS, LAYOUTS, MAX_ELEMS, SM89_SM120, Grid, Layout, PayloadSpec
+from comm_lowp.sage2.grid import EPS, LAYOUTS, MAX_ELEMS, SM89_SM120, Grid, Layout, PayloadSpec, touched
 from comm_lowp.sage2.grid import payload_spec as make_spec
 from comm_lowp.sage2.grid import slots as count_slots
+
+if TYPE_CHECKING:
+    from comm_lowp.kernels import Scratch
 
 __all__ = [
     "DTYPES",
@@ -325,7 +328,15 @@ def k_sum_v_amax(
     """
     _same(check_operand(v, "v"), "v", check_operand(k, "k"), "k")
     b, _, h, d = k.shape
-    results = (reference.k_sum(k), reference.v_amax(v))
+    kernels = kernels_for(k.device)
+    if kernels is None:
+        results = (reference.k_sum(k), reference.v_amax(v))
+    else:
+        # Both belong to no grid: any layout would do.
+        grid = Grid(SM89_SM120, b, k.shape[1], h, d, 0, 1, k.shape[1])
+        flat = torch.empty(grid.statistics_elems, dtype=torch.float32, device=k.device)
+        kernels.statistics(None, k, v, grid, flat, kernels.scratch(grid, k.dtype), pdl=enable_pdl)
+        results = (flat[: b * h * d].view(b, h, d), flat[b * h * d : 2 * b * h * d].view(b, h, d))
     if out is None:
         return results
     if not isinstance(out, tuple) or len(out) != 2:  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -343,7 +354,13 @@ def q_grouped_amax(
     Slots that are not used are 0; nothing is floored yet. Rows of padding are zero and can't raise a maximum.
     """
     found = find_layout(layout, check_operand(q, "q").device)
-    return reference.group_amax(q, _grid(q, rank, world_size, found), found.q_group)
+    grid = _grid(q, rank, world_size, found)
+    kernels = kernels_for(q.device)
+    if kernels is None:
+        return reference.group_amax(q, grid, found.q_group)
+    scratch = kernels.scratch(grid, q.dtype)
+    kernels.statistics(q, None, None, grid, None, scratch, pdl=enable_pdl)
+    return scratch.q_amax
 
 
 def k_grouped_amax(
@@ -374,12 +391,19 @@ def k_grouped_amax(
     grid = _grid(check_operand(k, "k"), rank, world_size, _cpu_layout(layout), used_sequence)
     b, _, h, d = k.shape
     mean = _tensor(k_mean_global, "k_mean_global", (b, h, d), k.dtype, k.device)
-    return _k_amax(reference.group_minmax(k, grid), mean, grid)
+    kernels = kernels_for(k.device)
+    if kernels is None:
+        return _k_amax(reference.group_minmax(k, grid), mean, grid)
+    scratch = kernels.scratch(grid, k.dtype)
+    kernels.statistics(None, k, None, grid, None, scratch, pdl=enable_pdl)
+    out = torch.empty(b, h, grid.k_slots, dtype=torch.float32, device=k.device)
+    kernels.k_grouped_amax(mean, scratch, grid, out, pdl=enable_pdl)
+    return out
 
 
 def _k_amax(minmax: torch.Tensor, mean: torch.Tensor, grid: Grid) -> torch.Tensor:
     amax = reference.centred_amax(minmax, mean.float().unsqueeze(2))
-    amax[:, :, reference.touched(grid.rank, grid.local_sequence, grid.layout.k_group) :] = 0.0
+    amax[:, :, touched(grid.rank, grid.local_sequence, grid.layout.k_group) :] = 0.0
     return amax
 
 
@@ -502,21 +526,32 @@ def _mean(mean: object, x: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
+class TorchPartials:
+    """What stays of one rank's statistics where PyTorch computed them.
+
+    Attributes:
+        q_amax: `q_grouped_amax`, ``[B, H, slots(L, GQ)]``.
+        k_minmax: smallest and largest live K of every group here, ``[B, H, slots(L, GK), 2, D]``, from which every
+            group's amax follows without reading K again.
+    """
+
+    q_amax: torch.Tensor
+    k_minmax: torch.Tensor
+
+
+@dataclass(frozen=True)
 class LocalStatistics:
     """What `local_stats` keeps on this rank for `finalize_stats`.
 
     Attributes:
         grid: this rank's place.
         dtype: of the inputs.
-        q_amax: `q_grouped_amax`, ``[B, H, slots(L, GQ)]``.
-        k_minmax: smallest and largest live K of every group here, ``[B, H, slots(L, GK), 2, D]``, from which every
-            group's amax follows without reading K again.
+        partials: by group; the kernels' have a form of their own.
     """
 
     grid: Grid
     dtype: torch.dtype
-    q_amax: torch.Tensor
-    k_minmax: torch.Tensor
+    partials: TorchPartials | Scratch
 
 
 @dataclass(frozen=True)
@@ -567,7 +602,12 @@ def local_stats(
     """
     grid = _qkv_grid(q, k, v, rank, world_size, used_sequence, layout)
     flat = torch.empty(grid.statistics_elems, dtype=torch.float32, device=q.device)
-    return flat, statistics_into(q, k, v, grid, flat, enable_pdl)
+    kernels = kernels_for(q.device, grid.world_size)
+    if kernels is None:
+        return flat, torch_statistics(q, k, v, grid, flat)
+    scratch = kernels.scratch(grid, q.dtype)
+    kernels.statistics(q, k, v, grid, flat, scratch, pdl=enable_pdl)
+    return flat, LocalStatistics(grid, q.dtype, scratch)
 
 
 def _qkv_grid(
@@ -579,14 +619,10 @@ def _qkv_grid(
     return _grid(q, rank, size, find_layout(layout, q.device), used)
 
 
-def statistics_into(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grid: Grid, flat: torch.Tensor, enable_pdl: bool | None = None
+def torch_statistics(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grid: Grid, flat: torch.Tensor
 ) -> LocalStatistics:
     """Write the flat statistics of checked operands into `flat` and return what stays here."""
-    kernels = kernels_for(q.device)
-    if kernels is not None:
-        q_amax, k_minmax = kernels.statistics(q, k, v, grid, flat)
-        return LocalStatistics(grid, q.dtype, q_amax, k_minmax)
     rows, layout = grid.local_sequence, grid.layout
     q_amax = reference.group_amax(q, grid, layout.q_group)
     k_minmax = reference.group_minmax(k, grid)
@@ -597,7 +633,7 @@ def statistics_into(
         reference.boundary_descriptors(k_minmax, grid.rank, rows, layout.k_group),
     )
     torch.cat([part.flatten() for part in parts], out=flat)
-    return LocalStatistics(grid, q.dtype, q_amax, k_minmax)
+    return LocalStatistics(grid, q.dtype, TorchPartials(q_amax, k_minmax))
 
 
 def finalize_stats(
@@ -619,15 +655,19 @@ def finalize_stats(
             f"k must be the {ctx.dtype} {list(grid.shape)} that ctx was made from, got {k.dtype} {list(k.shape)}"
         )
     _tensor(gathered, "gathered", (grid.world_size, grid.statistics_elems), torch.float32, k.device)
-    return final_statistics(gathered, ctx)
+    if isinstance(ctx.partials, TorchPartials):
+        return torch_final(gathered, ctx)
+    kernels = kernels_for(k.device, grid.world_size)
+    assert kernels is not None  # they made the partials
+    final = kernels.final(grid, ctx.dtype)
+    kernels.finalize(gathered, ctx.partials, grid, final, pdl=enable_pdl)
+    return FinalStatistics(grid, *final)
 
 
-def final_statistics(gathered: torch.Tensor, ctx: LocalStatistics) -> FinalStatistics:
+def torch_final(gathered: torch.Tensor, ctx: LocalStatistics) -> FinalStatistics:
     """Finalize checked statistics."""
-    grid = ctx.grid
-    kernels = kernels_for(gathered.device)
-    if kernels is not None and hasattr(kernels, "finalize"):
-        return FinalStatistics(grid, *kernels.finalize(gathered, ctx))
+    grid, partials = ctx.grid, ctx.partials
+    assert isinstance(partials, TorchPartials)
     parts: dict[str, torch.Tensor] = {}
     start = 0
     for name, shape in grid.statistics:
@@ -637,10 +677,10 @@ def final_statistics(gathered: torch.Tensor, ctx: LocalStatistics) -> FinalStati
     rows, rank, size, layout = grid.local_sequence, grid.rank, grid.world_size, grid.layout
     mean = reference.final_mean(parts["k_sum"], grid.used_sequence, ctx.dtype)
     v_scale = reference.final_v_scale(parts["v_amax"].amax(dim=0), layout.v_max)
-    q_amax = ctx.q_amax.clone()
+    q_amax = partials.q_amax.clone()
     reference.merge_boundary(q_amax, parts["q_desc"], rank, rows, size, layout.q_group)
-    q_amax[:, :, : reference.touched(rank, rows, layout.q_group)].clamp_(min=EPS)
-    k_amax = _k_amax(ctx.k_minmax, mean, grid)
+    q_amax[:, :, : touched(rank, rows, layout.q_group)].clamp_(min=EPS)
+    k_amax = _k_amax(partials.k_minmax, mean, grid)
     reference.derive_boundary(k_amax, parts["k_minmax"], mean, rank, rows, size, layout.k_group)
     return FinalStatistics(grid, mean, q_amax, k_amax, v_scale)
 
@@ -684,11 +724,18 @@ def quant_q_into_payload(
     _matches(q, grid, spec)
     b, _, h, _ = q.shape
     amax = _tensor(q_amax_final, "q_amax_final", (b, h, grid.q_slots), torch.float32, q.device)
-    _write_q(q, amax, reference.sections(_payload(send_u8, "send_u8", spec, q.device), spec), grid)
+    send = _payload(send_u8, "send_u8", spec, q.device)
+    kernels = kernels_for(q.device, grid.world_size)
+    if kernels is None:
+        _write_q(q, amax, send, spec, grid)
+    else:
+        kernels.quant_pack(q, None, None, (None, amax, None, None), grid, chunk_addresses(send), pdl=enable_pdl)
     return send_u8
 
 
-def _write_q(q: torch.Tensor, amax: torch.Tensor, parts: reference.Sections, grid: Grid) -> None:
+def _write_q(q: torch.Tensor, amax: torch.Tensor, send: torch.Tensor, spec: PayloadSpec, grid: Grid) -> None:
+    parts = reference.sections(send, spec)
+    send[:, spec.q_scale_offset : spec.k_scale_offset] = 0  # the gap behind the scales
     parts.q.copy_(reference.by_destination(reference.quantize_q(q, amax, grid), grid.world_size, 2))
     parts.q_scale.copy_(reference.by_destination(reference.scale_of(amax), grid.world_size, 1))
 
@@ -729,7 +776,12 @@ def quant_kv_into_payload(
     grid = _grid(k, rank, world_size, find_layout(layout, k.device))
     _matches(k, grid, spec)
     mean, amax, scale = _kv_statistics(k, k_mean_global, k_amax_final, v_scale_global, grid)
-    _write_kv(k, v, mean, amax, scale, reference.sections(_payload(send_u8, "send_u8", spec, k.device), spec), grid)
+    send = _payload(send_u8, "send_u8", spec, k.device)
+    kernels = kernels_for(k.device, grid.world_size)
+    if kernels is None:
+        _write_kv(k, v, mean, amax, scale, send, spec, grid)
+    else:
+        kernels.quant_pack(None, k, v, (mean, None, amax, scale), grid, chunk_addresses(send), pdl=enable_pdl)
     return send_u8
 
 
@@ -750,10 +802,13 @@ def _write_kv(
     mean: torch.Tensor,
     amax: torch.Tensor,
     scale: torch.Tensor,
-    parts: reference.Sections,
+    send: torch.Tensor,
+    spec: PayloadSpec,
     grid: Grid,
 ) -> None:
     size = grid.world_size
+    parts = reference.sections(send, spec)
+    send[:, spec.k_scale_offset :] = 0  # the tail
     parts.k.copy_(reference.by_destination(reference.quantize_k(k, mean, amax, grid), size, 2))
     parts.v.copy_(reference.by_destination(reference.quantize_v(v, scale, grid.layout.v_max), size, 2))
     parts.k_scale.copy_(reference.by_destination(reference.scale_of(amax), size, 1))
@@ -810,22 +865,31 @@ def quant_and_pack(
     check_elements(spec)
     if out is None:
         out = torch.empty(spec.world_size, spec.chunk_bytes, dtype=torch.uint8, device=q.device)
-    return pack_into(q, k, v, stats, _payload(out, "out", spec, q.device))
+    send = _payload(out, "out", spec, q.device)
+    kernels = kernels_for(q.device, grid.world_size)
+    if kernels is None:
+        return torch_pack(q, k, v, stats, send)
+    kernels.quant_pack(q, k, v, _final(stats), grid, chunk_addresses(send), pdl=enable_pdl)
+    return send
 
 
-def pack_into(
+def _final(stats: FinalStatistics) -> tuple[torch.Tensor, ...]:
+    return stats.k_mean_global, stats.q_amax, stats.k_amax, stats.v_scale
+
+
+def chunk_addresses(payload: torch.Tensor) -> tuple[int, ...]:
+    """Return the address of every chunk of a contiguous ``payload[P, chunk_bytes]``."""
+    start, pitch = payload.data_ptr(), payload.shape[1]
+    return tuple(start + rank * pitch for rank in range(payload.shape[0]))
+
+
+def torch_pack(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, stats: FinalStatistics, send: torch.Tensor
 ) -> torch.Tensor:
     """Write the payload of checked operands into `send`, every byte of it; return `send`."""
     grid, spec = stats.grid, stats.grid.payload
-    kernels = kernels_for(q.device)
-    if kernels is not None:
-        kernels.quant_pack(q, k, v, stats, grid, send)
-        return send
-    send[:, spec.q_scale_offset :] = 0
-    parts = reference.sections(send, spec)
-    _write_q(q, stats.q_amax, parts, grid)
-    _write_kv(k, v, stats.k_mean_global, stats.k_amax, stats.v_scale, parts, grid)
+    _write_q(q, stats.q_amax, send, spec, grid)
+    _write_kv(k, v, stats.k_mean_global, stats.k_amax, stats.v_scale, send, spec, grid)
     return send
 
 
@@ -888,9 +952,7 @@ def unpack_for_sage(
     if aligned and local_sequence % 128:
         raise ArgumentValueError(f"aligned=True needs a local_sequence divisible by 128, got {local_sequence}")
     used = check_used(scale_sequence, spec.global_sequence)
-    grid = Grid(
-        spec.layout, batch_size, local_sequence, local_heads * world_size, head_dim, 0, world_size, used
-    )
+    grid = Grid(spec.layout, batch_size, local_sequence, local_heads * world_size, head_dim, 0, world_size, used)
     shapes = grid.output_shapes(used)[:5]
     dtypes = reference.output_dtypes()[:5]
     if out is None:
@@ -900,17 +962,20 @@ def unpack_for_sage(
         raise ArgumentTypeError(f"out must be a tuple of five tensors, got {type(out).__name__}")
     for i, (tensor, shape, dtype) in enumerate(zip(out, shapes, dtypes, strict=True)):
         _tensor(tensor, f"out[{i}]", shape, dtype, received.device)
-    unpack_into(received, grid, out)
+    kernels = kernels_for(received.device)
+    if kernels is None:
+        torch_unpack(received, grid, out)
+        return out
+    for i, tensor in enumerate(out[:3]):
+        if tensor.data_ptr() % 16:
+            raise ArgumentValueError(f"out[{i}] must begin at a 16-byte aligned address, got {tensor.data_ptr():#x}")
+    kernels.unpack(received, grid, out, pdl=enable_pdl)
     return out
 
 
-def unpack_into(received: torch.Tensor, grid: Grid, outs: Sequence[torch.Tensor]) -> None:
+def torch_unpack(received: torch.Tensor, grid: Grid, outs: Sequence[torch.Tensor]) -> None:
     """Write the five checked outputs; `grid.used_sequence` gives the scales' widths, `grid.rank` is not looked at."""
-    kernels = kernels_for(received.device)
-    if kernels is not None:
-        kernels.unpack(received, grid, outs)
-        return
-    q8, k8, v8, q_scale, k_scale = outs
+    q8, k8, v8, q_scale, k_scale = outs[:5]
     widths = grid.layout.scale_widths(grid.used_sequence)
     reference.unpack(received, grid.payload, widths, (q8, k8, v8.view(torch.uint8), q_scale, k_scale))
 

@@ -1,6 +1,6 @@
 """The Sage2 arithmetic in plain PyTorch, on any device: what every kernel equals byte for byte.
 
-All of it is fp32 with every operation rounded by itself (round to nearest even, subnormals kept), as elementwise torch
+All of it is fp32 with every operation rounded by itself (to nearest even, subnormals kept), as elementwise torch
 operations are. Three things make it reproducible, and each has its reason where it is done: sums have a fixed
 association, divisors are tensors (torch multiplies by the reciprocal of a scalar on CUDA), and casts saturate before
 they are made. Arguments were checked by `comm_lowp.sage2.primitives`.
@@ -42,12 +42,12 @@ __all__ = [
     "group_minmax",
     "k_sum",
     "merge_boundary",
+    "output_dtypes",
     "quantize_k",
     "quantize_q",
     "quantize_v",
     "scale_of",
     "sections",
-    "output_dtypes",
     "single_device",
     "unpack",
     "v_amax",
@@ -76,7 +76,7 @@ def _like(x: torch.Tensor, value: float) -> torch.Tensor:
 def k_sum(k: torch.Tensor) -> torch.Tensor:
     """Return the sum of K over its rows, ``[B, L, H, D] -> [B, H, D]`` fp32, in the fixed association.
 
-    Chunks of 256 rows; in each, lane j adds rows j, j + 8, … in order, starting at +0.0; then the 8 lanes are added in
+    Chunks of 256 rows; in each, lane j adds rows j, j + 8, … in order, from +0.0 on; then the 8 lanes are added in
     order, then the chunks. The shape of this tree is that of a thread block with 8 rows in flight.
     """
     b, rows, h, d = k.shape
@@ -111,7 +111,7 @@ def _by_group(x: torch.Tensor, grid: Grid, group: int, fill: float) -> torch.Ten
 
 
 def group_amax(x: torch.Tensor, grid: Grid, group: int) -> torch.Tensor:
-    """Return the largest magnitude of each group's rows here, ``[B, L, H, D] -> [B, H, slots]`` fp32; 0 without rows."""
+    """Return the largest magnitude by group, ``[B, L, H, D] -> [B, H, slots]`` fp32; 0 without rows."""
     rows = x.abs().amax(dim=3).float()
     return _by_group(rows, grid, group, 0.0).amax(dim=2).transpose(1, 2).contiguous()
 
@@ -130,7 +130,7 @@ def group_minmax(k: torch.Tensor, grid: Grid) -> torch.Tensor:
 def centred_amax(minmax: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
     """Return max |RN(k - mean)| over the values behind `minmax`, ``[..., 2, D] -> [...]``, floored at EPS.
 
-    Exact without the values: rounding is monotone and symmetric, so the extremes of k have the extremes of |k - mean|.
+    Exact without the values: rounding is monotone and symmetric, so |k - mean| is largest at an extreme of k.
     (+inf, -inf) gives -inf on both sides, hence EPS.
 
     Args:
@@ -205,8 +205,8 @@ def derive_boundary(
 def final_mean(sums: torch.Tensor, used_sequence: int, dtype: torch.dtype) -> torch.Tensor:
     """Return the mean of K from all ranks' sums ``[P, B, H, D]``, rounded to the input dtype.
 
-    Added in rank order by explicit additions (``sum(dim=0)`` has no documented association), divided by the live rows:
-    rows beyond them are zero and must not count.
+    Added in rank order by explicit additions (``sum(dim=0)`` has no documented association), divided by the live
+    rows: rows beyond them are zero and must not count.
     """
     total = sums[0].clone()
     for part in sums[1:]:
@@ -244,7 +244,7 @@ def quantize_q(q: torch.Tensor, amax: torch.Tensor, grid: Grid) -> torch.Tensor:
 
 
 def quantize_k(k: torch.Tensor, mean: torch.Tensor, amax: torch.Tensor, grid: Grid) -> torch.Tensor:
-    """Return INT8 codes ``[B, L, H, D]`` of K minus its rounded mean; the difference is fp32 and not rounded again."""
+    """Return INT8 codes ``[B, L, H, D]`` of K minus its rounded mean; the difference stays fp32."""
     return _codes(k.float() - mean.float().unsqueeze(1), amax, grid, grid.layout.k_group)
 
 
@@ -252,8 +252,8 @@ def quantize_v(v: torch.Tensor, scale: torch.Tensor, v_max: float) -> torch.Tens
     """Return E4M3 bit patterns ``[B, L, H, D]`` uint8 of V by its scales ``[B, H, D]``, rows in natural order.
 
     ``e4m3(RN(v * RN(v_max / amax)))`` with the amax that the scale was made from: rounding ``scale * v_max`` to the
-    input dtype gives back exactly that, for every finite fp16 and bf16 value. A channel that is zero, or so small that
-    the reciprocal is not finite, becomes zeros.
+    input dtype gives back exactly that, for every finite fp16 and bf16 value. A channel that is zero, or so small
+    that the reciprocal is not finite, becomes zeros.
     """
     amax = (scale * _like(scale, v_max)).to(v.dtype).float()
     reciprocal = _like(amax, v_max) / amax
@@ -285,7 +285,9 @@ def sections(payload: torch.Tensor, spec: PayloadSpec) -> Sections:
     tensor = (ranks, b, spec.local_sequence, h, spec.head_dim)
 
     def part(offset: int, nbytes: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-        return payload[:, offset : offset + nbytes].view(dtype).unflatten(1, tuple(shape[1:]))
+        # Of one chunk the section is contiguous; the chunks are `chunk_bytes` apart.
+        flat = payload[:, offset : offset + nbytes].view(dtype)
+        return flat.view(ranks, *shape[1:])
 
     nq, nk = spec.q_scale_slots, spec.k_scale_slots
     return Sections(
@@ -299,7 +301,9 @@ def sections(payload: torch.Tensor, spec: PayloadSpec) -> Sections:
 
 def by_destination(x: torch.Tensor, world_size: int, dim: int) -> torch.Tensor:
     """Split the heads of `x` (dimension `dim`) by destination: ``[..., H, ...] -> [P, ..., H / P, ...]``."""
-    return x.unflatten(dim, (world_size, x.shape[dim] // world_size)).movedim(dim, 0)
+    heads = x.shape[dim] // world_size
+    split = x.reshape(*x.shape[:dim], world_size, heads, *x.shape[dim + 1 :])
+    return split.movedim(dim, 0)
 
 
 def unpack(received: torch.Tensor, spec: PayloadSpec, widths: tuple[int, int], outs: Sequence[torch.Tensor]) -> None:
@@ -335,9 +339,9 @@ def _gather_scales(parts: torch.Tensor, spec: PayloadSpec, group: int, width: in
     ranks = [index * group // rows for index in range(live)]
     places = [index - first_group(rank, rows, group) for index, rank in enumerate(ranks)]
     device = parts.device
-    out[:, :, :live] = parts[
-        torch.tensor(ranks, device=device), :, :, torch.tensor(places, device=device)
-    ].permute(1, 2, 0)
+    out[:, :, :live] = parts[torch.tensor(ranks, device=device), :, :, torch.tensor(places, device=device)].permute(
+        1, 2, 0
+    )
     out[:, :, live:].view(torch.int32).fill_(IDLE_SCALE_BITS)
 
 

@@ -1,4 +1,4 @@
-"""What the tests compare with, written without torch and without the package: NumPy, group by group.
+"""What tests compare with, written without the package and with torch only to read inputs: NumPy, group by group.
 
 It follows the definitions (the amax of every group over its live rows of the *gathered* sequence, one element at a
 time), and knows nothing of ranks, slots, payloads or boundaries. Only the mean's association takes (P, L).
@@ -12,7 +12,25 @@ from typing import Any
 import numpy as np
 import torch
 
+__all__ = [
+    "CONSUMERS",
+    "Array",
+    "amax_of",
+    "assert_same_bytes",
+    "e4m3",
+    "encode",
+    "heads_of",
+    "int8",
+    "mean_of",
+    "numbers",
+    "position",
+    "raw",
+    "rounded",
+    "widths",
+]
+
 F32 = np.float32
+Array = np.ndarray[Any, Any]
 EPS = F32(1e-7)
 
 
@@ -33,17 +51,18 @@ CONSUMERS = {
 }
 
 
-def numbers(x: torch.Tensor) -> np.ndarray[Any, Any]:
+def numbers(x: torch.Tensor) -> Array:
     """Return a tensor's values as fp32."""
     return x.detach().cpu().float().numpy()
 
 
 def widths(n: int, layout: str) -> tuple[int, int]:
+    """Return the widths of the Q and K scales of `n` rows."""
     c = CONSUMERS[layout]
     return -(-n // c.qb) * 4, -(-n // c.gk)
 
 
-def rounded(x: np.ndarray[Any, Any], dtype: torch.dtype) -> np.ndarray[Any, Any]:
+def rounded(x: Array, dtype: torch.dtype) -> Array:
     """Return `x` rounded to the input dtype, as fp32. bf16 by its definition, on the bits."""
     if dtype == torch.float16:
         with np.errstate(over="ignore"):
@@ -53,7 +72,7 @@ def rounded(x: np.ndarray[Any, Any], dtype: torch.dtype) -> np.ndarray[Any, Any]
     return bits.astype(np.uint32).view(F32)
 
 
-def mean_of(k: torch.Tensor, ranks: int, used: int) -> np.ndarray[Any, Any]:
+def mean_of(k: torch.Tensor, ranks: int, used: int) -> Array:
     """Return the mean of the gathered K ``[B, S, H, D]`` by the fixed expression of (P, L), rounded; fp32."""
     x = numbers(k)
     rows = x.shape[1] // ranks
@@ -74,7 +93,7 @@ def mean_of(k: torch.Tensor, ranks: int, used: int) -> np.ndarray[Any, Any]:
     return rounded(total / F32(used), k.dtype)
 
 
-def amax_of(x: np.ndarray[Any, Any], group: int, used: int) -> np.ndarray[Any, Any]:
+def amax_of(x: Array, group: int, used: int) -> Array:
     """Return ``[B, H, groups]``: max |x| over the live rows of each group, at least EPS."""
     b, s, h, _ = x.shape
     out = np.full((b, h, -(-s // group)), EPS, F32)
@@ -85,14 +104,15 @@ def amax_of(x: np.ndarray[Any, Any], group: int, used: int) -> np.ndarray[Any, A
     return out
 
 
-def int8(x: np.ndarray[Any, Any], amax: np.ndarray[Any, Any], group: int) -> np.ndarray[Any, Any]:
+def int8(x: Array, amax: Array, group: int) -> Array:
+    """Return INT8 codes of ``[B, S, H, D]`` by the amax of their groups ``[B, H, groups]``."""
     inverse = F32(127) / amax
     factor = np.repeat(inverse, group, axis=2)[:, :, : x.shape[1]].transpose(0, 2, 1)[..., None]
     with np.errstate(over="ignore"):
         return np.clip(np.rint(x * factor), -128, 127).astype(np.int8)
 
 
-def _e4m3_values() -> np.ndarray[Any, Any]:
+def _e4m3_values() -> Array:
     """Return the 127 finite magnitudes of E4M3, by code."""
     code = np.arange(127)
     exponent, mantissa = code >> 3, code & 7
@@ -102,7 +122,7 @@ def _e4m3_values() -> np.ndarray[Any, Any]:
 E4M3 = _e4m3_values()
 
 
-def e4m3(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def e4m3(x: Array) -> Array:
     """Return E4M3 codes: the nearest value, ties to the even code, saturating."""
     magnitude = np.minimum(np.abs(x).astype(np.float64), 448.0)
     above = np.searchsorted(E4M3, magnitude).clip(0, 126)
@@ -120,8 +140,8 @@ def position(row: int) -> int:
 
 
 def encode(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str, used: int, mean: np.ndarray[Any, Any]
-) -> dict[str, np.ndarray[Any, Any]]:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str, used: int, mean: Array
+) -> dict[str, Array]:
     """Return the consumer's operands of a gathered sequence, all heads, scales for `used` rows, as raw bytes."""
     c = CONSUMERS[layout]
     fq, fk, fv = numbers(q), numbers(k), numbers(v)
@@ -152,13 +172,13 @@ def encode(
     }
 
 
-def heads_of(name: str, x: np.ndarray[Any, Any], ranks: int, rank: int) -> np.ndarray[Any, Any]:
+def heads_of(name: str, x: Array, ranks: int, rank: int) -> Array:
     """Return the heads of one destination."""
     axis = {"q": 2, "k": 2, "v": 2, "q_scale": 1, "k_scale": 1, "v_scale": 1}[name]
     return np.split(x, ranks, axis=axis)[rank]
 
 
-def raw(x: Any) -> np.ndarray[Any, Any]:
+def raw(x: Any) -> Array:
     """Return the bytes of a tensor or an array."""
     if isinstance(x, torch.Tensor):
         x = x.detach().cpu().contiguous().view(torch.uint8).numpy()
@@ -166,6 +186,7 @@ def raw(x: Any) -> np.ndarray[Any, Any]:
 
 
 def assert_same_bytes(actual: Any, expected: Any, what: str) -> None:
+    """Fail unless two tensors or arrays have the same bytes; name `what`, how many differ, and the first."""
     one, other = raw(actual), raw(expected)
     assert one.size == other.size, f"{what}: {one.size} bytes, expected {other.size}"
     bad = np.nonzero(one != other)[0]
