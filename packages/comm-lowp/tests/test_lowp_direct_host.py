@@ -23,7 +23,6 @@ from comm_core.windows.signals import RECORD_BYTES, SIGNAL_BYTES, Operation, rea
 from comm_lowp.kernels import DirectScatter, Kernels, direct_window_bytes
 from comm_lowp.testing import oracle
 
-
 CPU = torch.device("cpu")
 
 
