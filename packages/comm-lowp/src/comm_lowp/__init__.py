@@ -6,8 +6,25 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from comm_core._lazy import attach
 from comm_lowp._version import __version__
+
+if TYPE_CHECKING:
+    # For type checkers and editors only; a test keeps it equal to the table below.
+    from comm_lowp.consumer import emulated_attention, reference_attention
+    from comm_lowp.qkv import UlyssesQKV, UlyssesQKVWorkspace
+    from comm_lowp.sageattention import sage_attention
+
+__all__ = [
+    "UlyssesQKV",
+    "UlyssesQKVWorkspace",
+    "__version__",
+    "emulated_attention",
+    "reference_attention",
+    "sage_attention",
+]
 
 _NAMES = {
     "UlyssesQKV": "comm_lowp.qkv",
@@ -16,14 +33,6 @@ _NAMES = {
     "reference_attention": "comm_lowp.consumer",
     "sage_attention": "comm_lowp.sageattention",
 }
-
-__all__ = [  # noqa: RUF022 - the version first
-    "__version__",
-    "UlyssesQKV",  # pyright: ignore[reportUnsupportedDunderAll]
-    "UlyssesQKVWorkspace",  # pyright: ignore[reportUnsupportedDunderAll]
-    "emulated_attention",  # pyright: ignore[reportUnsupportedDunderAll]
-    "reference_attention",  # pyright: ignore[reportUnsupportedDunderAll]
-    "sage_attention",  # pyright: ignore[reportUnsupportedDunderAll]
-]
+"""Public name -> module that defines it."""
 
 __getattr__, __dir__ = attach(__name__, _NAMES)

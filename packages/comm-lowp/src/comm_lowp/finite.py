@@ -39,8 +39,8 @@ def check_finite(grid: Grid, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) 
         if bool(bad.any()):
             place = _first(bad)
             raise ArgumentValueError(
-                f"rank {grid.rank}: {name}{place} is {x[tuple(place)].item()} (of shape [B, L, H, D]; "
-                f"{int(bad.sum())} of its live values are not finite): sage2 encodes finite values only"
+                f"{name}{place} of rank {grid.rank} is {x[tuple(place)].item()} ([b, t, h, d]; {int(bad.sum())} live "
+                "values are not finite): sage2 encodes finite values only"
             )
 
 
@@ -56,6 +56,6 @@ def check_padding(grid: Grid, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor)
             b, t, h, d = _first(bad)
             t += grid.live_rows
             raise ArgumentValueError(
-                f"rank {grid.rank}: {name}{[b, t, h, d]} is {x[b, t, h, d].item()}, and this rank's rows from "
+                f"{name}{[b, t, h, d]} of rank {grid.rank} is {x[b, t, h, d].item()}, and this rank's rows from "
                 f"{grid.live_rows} on lie beyond used_sequence={grid.used_sequence}: set them to zero before the call"
             )

@@ -185,7 +185,7 @@ class UlyssesQKVWorkspace(CodecWorkspace):
         if host.checked:
             finite.check_finite(grid, q, k, v)
             finite.check_padding(grid, q, k, v)
-        geometry: JsonObject = {**_geometry(grid, host.dtype), "out": out is not None}
+        geometry: JsonObject = _geometry(grid, host.dtype)
         spec = grid.payload
         away = spec.chunk_bytes + 4 * grid.statistics_elems
         return EncodedCall(

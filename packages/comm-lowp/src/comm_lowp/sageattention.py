@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["find_kernel", "sage_attention"]
 
 _PACKAGE = "sageattention"
+_DEVICE_TYPE = "cuda"
 _ENTRIES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "sage2_sm90": (
         ("_qattn_sm90", "sm90_compile"),
@@ -109,7 +110,7 @@ def sage_attention(
     checked, layout = check_encoded(encoded)
     scale = softmax_scale(sm_scale, checked.q.shape[3])
     device = checked.q.device
-    if device.type != "cuda":
+    if device.type != _DEVICE_TYPE:
         raise UnsupportedError(f"SageAttention needs a CUDA device, not {device}; reference_attention runs there")
     if _cuda.is_capturing():
         raise UnsupportedError(

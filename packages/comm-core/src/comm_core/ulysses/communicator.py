@@ -7,7 +7,7 @@ import threading
 import warnings
 from collections.abc import Callable, Generator, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -482,7 +482,7 @@ class UlyssesCommunicator:
 
     def prepare_qkv(
         self, qkv_shape: Sequence[int], *, quantization: str = "sage2", used_sequence: int | None = None
-    ) -> CodecWorkspace:
+    ) -> Any:
         """Prepare the low-precision QKV exchange of a codec. Collective.
 
         Args:
@@ -491,7 +491,7 @@ class UlyssesCommunicator:
             used_sequence: global live prefix; None is the whole sequence.
 
         Returns:
-            The codec's workspace, which `scatter_qkv` takes.
+            The codec's workspace, which `scatter_qkv` takes; of ``"sage2"`` a `comm_lowp.UlyssesQKVWorkspace`.
 
         Raises:
             JointError: the codec is missing or broken on some rank (the text names the package to install), or a step
@@ -510,7 +510,7 @@ class UlyssesCommunicator:
         *,
         workspace: CodecWorkspace,
         out: object | None = None,
-    ) -> object:
+    ) -> Any:
         """Encode and exchange Q, K and V as prepared by `prepare_qkv`. Collective.
 
         Args:
@@ -521,7 +521,7 @@ class UlyssesCommunicator:
             out: a result of an earlier call with an equal workspace, to be written again.
 
         Returns:
-            The codec's result, or `out`.
+            The codec's result, or `out`; of ``"sage2"`` a `comm_lowp.UlyssesQKV`.
 
         Raises:
             ArgumentTypeError: `workspace` was not made by `prepare_qkv`.

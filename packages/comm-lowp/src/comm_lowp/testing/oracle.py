@@ -30,7 +30,8 @@ __all__ = [
 ]
 
 F32 = np.float32
-Array = np.ndarray[Any, Any]
+Array = Any
+"""A NumPy array; the annotations of the functions that are used here are partial."""
 EPS = F32(1e-7)
 
 
