@@ -17,8 +17,10 @@ from comm_core.jit.cache import Artifact
 from comm_lowp.kernels import Kernels
 from comm_lowp.module import MODULE
 
-FLAGS = ("-std=c++17", "-O2", "-ffp-contract=off", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE", "-fPIC", "-Wall", "-Wno-unknown-pragmas",
-         "-Wno-unused-function", "-Wno-maybe-uninitialized", "-Werror")  # fmt: skip
+FLAGS = (
+    *("-std=c++17", "-O2", "-ffp-contract=off", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE", "-fPIC"),
+    *("-Wall", "-Wno-unknown-pragmas", "-Wno-unused-function", "-Wno-maybe-uninitialized", "-Werror"),
+)
 """Without contraction, as the intrinsics on the device; warnings of unrolling mean nothing here."""
 
 

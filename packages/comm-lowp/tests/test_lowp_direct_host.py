@@ -12,6 +12,7 @@ import lowp_host
 import pytest
 import torch
 from lowp_cases import Case
+from lowp_checks import check, expected, outputs
 
 from comm_core.errors import ArgumentValueError
 from comm_core.group import Group
@@ -20,9 +21,9 @@ from comm_core.testing.ranks import run_threads
 from comm_core.windows.launch import SessionStruct, WindowStruct
 from comm_core.windows.signals import RECORD_BYTES, SIGNAL_BYTES, Operation, read_stall
 from comm_lowp.kernels import DirectScatter, Kernels, direct_window_bytes
-from comm_lowp.sage2 import reference
-from comm_lowp.sage2.grid import Grid
 from comm_lowp.testing import oracle
+
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
@@ -92,11 +93,6 @@ class HostSession:
         return read_stall(bytes(self.record.tolist()))
 
 
-def outputs(grid: Grid) -> list[torch.Tensor]:
-    shapes, dtypes = grid.output_shapes(grid.used_sequence), reference.output_dtypes()
-    return [torch.zeros(shape).to(dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
-
-
 def prepare(kernels: Kernels, case: Case, timeout_s: float = 30.0, poison: bool = True) -> list[DirectScatter]:
     memory = Memory(case.ranks, direct_window_bytes(case.grids[0])[0])
     return [
@@ -105,24 +101,16 @@ def prepare(kernels: Kernels, case: Case, timeout_s: float = 30.0, poison: bool 
     ]
 
 
-def check(case: Case, operands: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], rank: int) -> None:
-    q, k, v = operands
-    expected = oracle.encode(q, k, v, case.layout, case.used, oracle.mean_of(k, case.ranks, case.used))
-    for name, out in zip(("q", "k", "v", "q_scale", "k_scale", "v_scale"), outs, strict=True):
-        own = oracle.heads_of(name, expected[name], case.ranks, rank)
-        oracle.assert_same_bytes(out, own, f"{name} of rank {rank}")
-
-
 def exchange(group: Group, scatters: Sequence[DirectScatter], cases: Sequence[Case], skew: bool) -> int:
     """Several calls in a row; the outputs of each are looked at after the next one has begun elsewhere."""
     rank = group.rank
     for number, case in enumerate(cases):
         operands = lowp_cases.operands(case)
-        outs = outputs(case.grids[rank])
+        outs = outputs(case.grids[rank], CPU)
         if skew and number % case.ranks == rank:
             threading.Event().wait(0.05)
         scatters[rank](*(case.shard(x, rank) for x in operands), outs)
-        check(case, operands, outs, rank)
+        check(case, expected(case, *operands), outs, rank)
     return len(cases)
 
 
@@ -148,7 +136,7 @@ def test_calls_in_a_row_equal_the_gathered_quantization(kernels: Kernels, case: 
 def missing(group: Group, scatters: Sequence[DirectScatter], case: Case, absent: int, late: bool) -> Any:
     rank = group.rank
     operands = [case.shard(x, rank) for x in lowp_cases.operands(case)]
-    good, outs = outputs(case.grids[rank]), outputs(case.grids[rank])
+    good, outs = outputs(case.grids[rank], CPU), outputs(case.grids[rank], CPU)
     scatters[rank](*operands, good)
     kept = [out.clone() for out in good]
     # Everybody has finished the good call before anybody can give up on the next one.
@@ -192,7 +180,7 @@ def test_a_rank_that_does_not_come_is_named_and_outputs_are_poisoned(
 def test_outputs_are_left_alone_where_that_was_asked_for(kernels: Kernels) -> None:
     case = Case(2, 1, 40, 1, 64, 80, torch.bfloat16, "sage2_sm90", 1)
     scatters = prepare(kernels, case, timeout_s=0.2, poison=False)
-    outs = outputs(case.grids[0])
+    outs = outputs(case.grids[0], CPU)
     scatters[0](*(case.shard(x, 0) for x in lowp_cases.operands(case)), outs)
     assert scatters[0]._session.stall.waited_for == 1
     assert not poisoned(outs[:3])
@@ -203,7 +191,7 @@ def refused(change: Callable[[DirectScatter], None], kernels: Kernels, case: Cas
     change(scatter)
     signals = [block.clone() for block in scatter._session.memory.signals]
     with pytest.raises(ArgumentValueError, match=text):
-        scatter(*(case.shard(x, 0) for x in lowp_cases.operands(case)), outputs(case.grids[0]))
+        scatter(*(case.shard(x, 0) for x in lowp_cases.operands(case)), outputs(case.grids[0], CPU))
     for block, before in zip(scatter._session.memory.signals, signals, strict=True):
         assert torch.equal(block, before)
 

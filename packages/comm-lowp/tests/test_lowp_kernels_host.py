@@ -11,13 +11,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from lowp_cases import Case
+from lowp_checks import whole
 
 from comm_core.errors import ArgumentValueError
 from comm_core.jit import Module
-from comm_lowp.kernels import Final, Kernels, Scratch
+from comm_lowp.kernels import Final, Kernels
 from comm_lowp.sage2 import primitives, reference
 from comm_lowp.sage2.grid import LAYOUTS, Grid
-from comm_lowp.testing import oracle
 
 
 @pytest.fixture(scope="module")
@@ -29,80 +29,6 @@ def module(tmp_path_factory: pytest.TempPathFactory) -> Module:
 def kernels(module: Module) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         yield lowp_host.host_kernels(module, patch)
-
-
-def filled(shape: Any, dtype: torch.dtype) -> torch.Tensor:
-    """Return storage whose bytes no result has throughout."""
-    return torch.full(shape, 7.0).to(dtype) if dtype.itemsize > 1 else torch.full(shape, 0x77, dtype=torch.uint8)
-
-
-def outputs(grid: Grid) -> list[torch.Tensor]:
-    shapes, dtypes = grid.output_shapes(grid.used_sequence), reference.output_dtypes()
-    return [filled(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
-
-
-def statistics(kernels: Kernels, case: Case, q: Any, k: Any, v: Any) -> tuple[torch.Tensor, list[Scratch]]:
-    """Return the gathered statistics and what every rank keeps, compared with the reference."""
-    flats, scratches = [], []
-    for rank, grid in enumerate(case.grids):
-        shards = [case.shard(x, rank) for x in (q, k, v)]
-        scratch = kernels.scratch(grid, case.dtype)
-        for tensor in scratch.tensors:
-            tensor.fill_(torch.nan)
-        flat = torch.full((grid.statistics_elems,), torch.nan)
-        kernels.statistics(*shards, grid, flat, scratch)
-        expected = torch.empty_like(flat)
-        context = primitives.torch_statistics(*shards, grid, expected)
-        assert torch.equal(flat, expected)
-        assert torch.equal(scratch.q_amax, context.partials.q_amax)
-        flats.append(flat)
-        scratches.append(scratch)
-    return torch.stack(flats), scratches
-
-
-def pack(kernels: Kernels, case: Case, q: Any, k: Any, v: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Return the payloads of all ranks ``[source, destination, chunk]`` and the scales of V by destination."""
-    gathered, scratches = statistics(kernels, case, q, k, v)
-    size = case.ranks
-    sent = torch.full((size, size, case.grids[0].payload.chunk_bytes), 0x5A, dtype=torch.uint8)
-    scales = []
-    for rank, grid in enumerate(case.grids):
-        shards = [case.shard(x, rank) for x in (q, k, v)]
-        final = kernels.final(grid, case.dtype)
-        own = torch.empty(case.batch, case.local_heads, case.dim)
-        kernels.finalize(gathered, scratches[rank], grid, final, own_v_scale=own)
-        context = primitives.torch_statistics(*shards, grid, torch.empty(grid.statistics_elems))
-        expected = primitives.torch_final(gathered, context)
-        assert torch.equal(final.k_mean, expected.k_mean_global)
-        assert torch.equal(final.q_amax, expected.q_amax)
-        assert torch.equal(final.k_amax, expected.k_amax)
-        assert torch.equal(final.v_scale, expected.v_scale)
-        kernels.quant_pack(*shards, final, grid, [sent[rank, peer].data_ptr() for peer in range(size)])
-        payload = torch.empty(size, grid.payload.chunk_bytes, dtype=torch.uint8)
-        primitives.torch_pack(*shards, expected, payload)
-        oracle.assert_same_bytes(sent[rank], payload, f"payload of rank {rank}")
-        scales.append(own)
-    return sent, scales
-
-
-def whole(kernels: Kernels, case: Case, q: Any = None, k: Any = None, v: Any = None) -> None:
-    """The exchange of all ranks equals the quantization of the gathered sequence, byte for byte."""
-    if q is None:
-        q, k, v = lowp_cases.operands(case)
-    before = [x.clone() for x in (q, k, v)]
-    sent, scales = pack(kernels, case, q, k, v)
-    mean = oracle.mean_of(k, case.ranks, case.used)
-    expected = oracle.encode(q, k, v, case.layout, case.used, mean)
-    for peer, grid in enumerate(case.grids):
-        received = sent[:, peer].contiguous()
-        outs = outputs(grid)
-        outs[5] = scales[peer]
-        kernels.unpack(received, grid, outs[:5])
-        for name, out in zip(("q", "k", "v", "q_scale", "k_scale", "v_scale"), outs, strict=True):
-            own = oracle.heads_of(name, expected[name], case.ranks, peer)
-            oracle.assert_same_bytes(out, own, f"{name} of rank {peer}")
-    for x, y in zip((q, k, v), before, strict=True):
-        assert torch.equal(x, y)
 
 
 @pytest.mark.parametrize("case", lowp_cases.EDGES, ids=lambda case: "-".join(str(part) for part in case))
@@ -147,9 +73,10 @@ def single(kernels: Kernels, layout: str) -> tuple[Case, Grid, list[torch.Tensor
     case = Case(1, 2, 90, 3, 64, 90, torch.bfloat16, layout, 12)
     (grid,) = case.grids
     values = list(lowp_cases.operands(case))
-    gathered, scratches = statistics(kernels, case, *values)
+    flat, scratch = torch.empty(1, grid.statistics_elems), kernels.scratch(grid, case.dtype)
+    kernels.statistics(*values, grid, flat, scratch)
     final = kernels.final(grid, case.dtype)
-    kernels.finalize(gathered, scratches[0], grid, final)
+    kernels.finalize(flat, scratch, grid, final)
     return case, grid, values, final
 
 

@@ -1,8 +1,8 @@
 """The CUDA kernels of the Sage2 encoding as Python sees them: the module's description and the calls into it.
 
 Arguments were checked by the callers. A call launches on the current stream of its device, allocates nothing and
-waits for nothing, so all of them can be captured in a CUDA graph. ``pdl`` asks for programmatic dependent launch; None is
-yes where the device has it (compute capability 9.0 and later).
+waits for nothing, so all of them can be captured in a CUDA graph. ``pdl`` asks for programmatic dependent launch; None
+is yes where the device has it (compute capability 9.0 and later).
 """
 
 from __future__ import annotations
@@ -420,8 +420,8 @@ class DirectScatter:
     """scatter_qkv over windows: no send buffer, no separate exchange, no other collective; `Kernels.direct` makes it.
 
     A call is seven kernels, in one call into the library: statistics, their sum, their gather, what follows from
-    them, quantize and pack into the peers' windows, the end of the exchange, unpack. It is two operations of the session. A
-    session that stalls fills the outputs with NaN bytes, as in every exchange over windows.
+    them, quantize and pack into the peers' windows, the end of the exchange, unpack. It is two operations of the
+    session. A session that stalls fills the outputs with NaN bytes, as in every exchange over windows.
 
     Args:
         kernels: of this rank's device.
