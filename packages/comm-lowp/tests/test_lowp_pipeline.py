@@ -170,8 +170,8 @@ class TorchKernels:
 
 
 def host_of(group: Group, session: Any, case: Case = CASE) -> CodecHost:
-    def run(operation: str, prepare: Any) -> object:
-        call = prepare()
+    def run(operation: str, prepare: Any, *arguments: Any) -> object:
+        call = prepare(*arguments)
         assert isinstance(call, EncodedCall)
         return call.execute()
 
