@@ -292,6 +292,7 @@ COMM_EXPORT int comm_lowp_unpack_v1(const comm_lowp_unpack_args_v1* args) {
   COMM_CHECK_ARGS(args, comm_lowp_unpack_args_v1);
   COMM_TRY(check_geometry(*args->geometry));
   COMM_TRY(check_aligned("the payload", args->received));
+  COMM_REQUIRE((args->q == nullptr) == (args->k == nullptr), "unpack: q and k go together");
   COMM_TRY(check_aligned("q", args->q));
   COMM_TRY(check_aligned("k", args->k));
   COMM_TRY(check_aligned("v", args->v));

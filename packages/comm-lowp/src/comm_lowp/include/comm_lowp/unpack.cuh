@@ -21,7 +21,7 @@ struct UnpackParams {
   Geometry geometry;
   Payload payload;
   const uint8_t* received;  // [P, chunk_bytes]
-  uint8_t* q;               // [B, S, h, D]
+  uint8_t* q;               // [B, S, h, D], or null: neither Q nor K is copied
   uint8_t* k;
   uint8_t* v;       // [B, D, h, S_pad]
   float* q_scale;   // [B, h, width]
@@ -45,7 +45,7 @@ COMM_HD void plan_unpack(UnpackParams* p, uint32_t scale_sequence) {
   p->v_tiles = ceil_div(padded_sequence(g), kTileBytes / g.head_dim);
   p->v_blocks = p->v_tiles * local_heads * g.batch;
   p->piece_count = uint32_t((section + kTileBytes - 1) / kTileBytes);
-  p->copy_blocks = 2 * g.world_size * g.batch * p->piece_count;
+  p->copy_blocks = p->q == nullptr ? 0 : 2 * g.world_size * g.batch * p->piece_count;
 }
 
 #if defined(__CUDACC__)
