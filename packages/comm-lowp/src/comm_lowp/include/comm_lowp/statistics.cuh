@@ -294,7 +294,7 @@ struct StatisticsBlock {
 
 // Heads are the fastest index of a block: neighbours read whole rows of the tensor together.
 template <class T, uint32_t kDim>
-__global__ void __launch_bounds__(kDim, 1024 / kDim)
+__global__ void __launch_bounds__(kDim, 896 / kDim)
     statistics_kernel(const __grid_constant__ StatisticsParams p) {
   using Block = StatisticsBlock<T, kDim>;
   follow();
