@@ -99,7 +99,8 @@ def test_what_accuracy_would_be_without_the_mean_of_k():
     want = exact(inputs, 512, 2)
     smooth = errors(emulated_attention(encode(case, inputs)), want)[1]
     run = simulate(case, inputs, mean=torch.zeros(1, 2, 64, dtype=BF16))
-    plain = UlyssesQKV(*run.outputs[0], case.layout, 512, 512, BF16)
+    q8, k8, v8, *scales = run.outputs[0]
+    plain = UlyssesQKV(q8, k8, v8, scales[0], scales[1], scales[2], case.layout, 512, 512, BF16)
     assert errors(emulated_attention(plain), want)[1] > 1.3 * smooth
 
 

@@ -106,7 +106,8 @@ class TorchKernels:
         self.contexts: dict[int, Any] = {}
 
     def scratch(self, grid: Grid, dtype: torch.dtype) -> Scratch:
-        return Scratch(*(torch.zeros(3) for _ in range(3)), torch.zeros(grid.batch_size, grid.heads, grid.q_slots))
+        none = torch.zeros(0)
+        return Scratch(none, none, none, torch.zeros(grid.batch_size, grid.heads, grid.q_slots))
 
     def final(self, grid: Grid, dtype: torch.dtype) -> Final:
         b, h, d = grid.batch_size, grid.heads, grid.head_dim
@@ -121,8 +122,8 @@ class TorchKernels:
         some = next(x for x in (q, k, v) if x is not None)
         out = torch.empty(grid.statistics_elems) if flat is None else flat
         blank = torch.zeros_like(some)
-        operands = [blank if x is None else x for x in (q, k, v)]
-        context = primitives.torch_statistics(*operands, grid, out)
+        q, k, v = (blank if x is None else x for x in (q, k, v))
+        context = primitives.torch_statistics(q, k, v, grid, out)
         scratch.q_amax.copy_(context.partials.q_amax)
         self.contexts[scratch.q_amax.data_ptr()] = context
 
@@ -169,8 +170,8 @@ class TorchKernels:
 
 
 def host_of(group: Group, session: Any, case: Case = CASE) -> CodecHost:
-    def run(operation: str, prepare: Any) -> object:
-        call = prepare()
+    def run(operation: str, prepare: Any, *arguments: Any) -> object:
+        call = prepare(*arguments)
         assert isinstance(call, EncodedCall)
         return call.execute()
 
@@ -193,11 +194,11 @@ def exchange(group: Group, hub: Hub, session: type[HubSession], properties: Prop
     mine = session(hub, rank, properties)
     host = host_of(group, mine, case)
     workspace = qkv.prepare(host, (case.batch, case.rows, case.heads, case.head_dim), case.used)
-    operands = [x[:, rank * case.rows : (rank + 1) * case.rows] for x in make(case)]
+    q, k, v = (x[:, rank * case.rows : (rank + 1) * case.rows] for x in make(case))
     before = len(mine.calls)
-    encoded = workspace.scatter_qkv(host, *operands, None)
+    encoded = workspace.scatter_qkv(host, q, k, v, None)
     calls = mine.calls[before:]
-    again = workspace.scatter_qkv(host, *operands, encoded)
+    again = workspace.scatter_qkv(host, q, k, v, encoded)
     assert again is encoded
     return [oracle.raw(x).copy() for x in encoded[:6]], calls, workspace.route
 
@@ -281,13 +282,12 @@ def test_the_primitives_hand_over_to_kernels(monkeypatch):
     assert torch.equal(sums, reference.k_sum(k)) and torch.equal(maxima, reference.v_amax(v))
     spec = run.final[1].grid.payload
     send = torch.full((3, spec.chunk_bytes), 0x77, dtype=torch.uint8)
-    shard = [x[:, 70:140].contiguous() for x in inputs]
+    q, k, v = (x[:, 70:140].contiguous() for x in inputs)
     where = {"rank": 1, "world_size": 3, "layout": CASE.layout}
     final = run.final[1]
-    primitives.quant_q_into_payload(shard[0], final.q_amax, send, spec, **where)
-    primitives.quant_kv_into_payload(
-        *shard[1:], final.k_mean_global, final.k_amax, final.v_scale, send, spec, **where
-    )
+    primitives.quant_q_into_payload(q, final.q_amax, send, spec, **where)
+    mean, _, k_amax, v_scale = primitives._final(final)
+    primitives.quant_kv_into_payload(k, v, mean, k_amax, v_scale, send, spec, **where)
     assert torch.equal(send, plain.sent[1])
 
 

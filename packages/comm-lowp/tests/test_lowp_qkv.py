@@ -17,7 +17,7 @@ import torch
 from comm_core import CommError, UlyssesCommunicator, _dist
 from comm_core.errors import ArgumentTypeError, ArgumentValueError, ClosedError
 from comm_core.group import Group, thread_groups
-from comm_core.plugins import register
+from comm_core.plugins import register, unregister
 from comm_core.plugins.discovery import registry
 from comm_core.testing.ranks import RankPool
 from comm_lowp import UlyssesQKV, UlyssesQKVWorkspace, emulated_attention, reference_attention
@@ -434,6 +434,7 @@ def single(**changes: Any) -> tuple[Group, UlyssesCommunicator]:
 def installed() -> Iterator[None]:
     with codec("sage2_sm90"):
         yield
+    unregister("lowp-here")
 
 
 @pytest.mark.usefixtures("installed")
@@ -488,8 +489,6 @@ def test_a_missing_codec_is_named_on_every_rank(ranks: RankPool) -> None:
 
 
 def without_codec(group: Any) -> tuple[str, str]:
-    from comm_core.plugins import unregister
-
     unregister("lowp-here")
     with UlyssesCommunicator(group, max_bytes=64, dtype=BF16, device="cpu") as comm:
         return outcome(lambda: comm.prepare_qkv((1, 8, 4, 64)))

@@ -276,7 +276,7 @@ def test_views_and_reused_storage_give_the_same_bytes(kind, layout):
         )
         stats = sage2.finalize_stats(gathered, context, views[1])
         send = torch.full_like(run.sent[rank], 0xAB)
-        assert sage2.quant_and_pack(*views, stats, out=send) is send
+        assert sage2.quant_and_pack(views[0], views[1], views[2], stats, out=send) is send
         assert torch.equal(send, run.sent[rank])
         outs = tuple(
             torch.full_like(x, 3) if x.itemsize > 1 else x.clone() for x in unpack(case, run.received[rank], 131)
@@ -301,26 +301,26 @@ def test_the_steps_make_the_same_payload_as_the_fused_call():
     case = Case(2, 1, 2, 33, 66, 64)
     inputs = make(case)
     run = simulate(case, inputs)
-    shard = [x[:, 33:].contiguous() for x in inputs]
+    q, k, v = (x[:, 33:].contiguous() for x in inputs)
     final = run.final[1]
     spec = final.grid.payload
     send = torch.full((2, spec.chunk_bytes), 0xEE, dtype=torch.uint8)
     where = {"rank": 1, "world_size": 2, "layout": case.layout}
     assert sage2.zero_scale_and_padding(send, spec) is send
     assert not send[:, spec.q_scale_offset :].any() and (send[:, : spec.q_scale_offset] == 0xEE).all()
-    sage2.quant_q_into_payload(shard[0], final.q_amax, send, spec, **where)
-    sage2.quant_kv_into_payload(*shard[1:], final.k_mean_global, final.k_amax, final.v_scale, send, spec, **where)
+    sage2.quant_q_into_payload(q, final.q_amax, send, spec, **where)
+    sage2.quant_kv_into_payload(k, v, final.k_mean_global, final.k_amax, final.v_scale, send, spec, **where)
     assert torch.equal(send, run.sent[1])
-    fused = sage2.quant_qkv_pack(*shard, final.k_mean_global, final.q_amax, final.k_amax, final.v_scale, **where)
+    fused = sage2.quant_qkv_pack(q, k, v, final.k_mean_global, final.q_amax, final.k_amax, final.v_scale, **where)
     assert torch.equal(fused, run.sent[1])
-    rows = sage2.quant_v_fp8_with_scale(shard[2], final.v_scale, layout=case.layout)
+    rows = sage2.quant_v_fp8_with_scale(v, final.v_scale, layout=case.layout)
     packed = reference.sections(run.sent[1], spec).v
     assert torch.equal(torch.cat(list(packed), dim=2), rows)
-    sums, maxima = sage2.k_sum_v_amax(shard[1], shard[2])
-    flat = sage2.local_stats(*shard, used_sequence=66, **where)[0]
+    sums, maxima = sage2.k_sum_v_amax(k, v)
+    flat = sage2.local_stats(q, k, v, used_sequence=66, **where)[0]
     assert torch.equal(torch.cat([sums.flatten(), maxima.flatten()]), flat[: 2 * sums.numel()])
     out = (torch.empty_like(sums), torch.empty_like(maxima))
-    assert sage2.k_sum_v_amax(shard[1], shard[2], out=out) is out and torch.equal(out[0], sums)
+    assert sage2.k_sum_v_amax(k, v, out=out) is out and torch.equal(out[0], sums)
 
 
 # Single values

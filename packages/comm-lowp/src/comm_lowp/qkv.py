@@ -168,7 +168,7 @@ class UlyssesQKVWorkspace(CodecWorkspace):
         self, host: CodecHost, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: object | None
     ) -> UlyssesQKV:
         """See `UlyssesCommunicator.scatter_qkv`."""
-        return cast("UlyssesQKV", host.run("scatter_qkv", lambda: self._prepare(host, q, k, v, out)))
+        return cast("UlyssesQKV", host.run("scatter_qkv", self._prepare, host, q, k, v, out))
 
     def _prepare(
         self, host: CodecHost, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: object | None

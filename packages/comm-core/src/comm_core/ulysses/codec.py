@@ -53,8 +53,8 @@ class CodecHost:
         dtype: the communicator's element type.
         max_bytes: its capacity: of one payload.
         checked: whether it is in checked mode (``COMM_CHECK=1``).
-        run: runs one call: ``run(operation, prepare)`` calls `prepare` (which checks this rank's arguments, and
-            agrees on them in checked mode), then executes what it returns.
+        run: runs one call: ``run(operation, prepare, *arguments)`` lets `prepare` check this rank's arguments and
+            return an `EncodedCall` (on which the ranks agree in checked mode), and executes that.
     """
 
     group: Group
@@ -64,7 +64,7 @@ class CodecHost:
     dtype: torch.dtype
     max_bytes: int
     checked: bool
-    run: Callable[[str, Callable[[], EncodedCall]], object] = field(repr=False)
+    run: Callable[..., object] = field(repr=False)
 
 
 class CodecWorkspace(ABC):

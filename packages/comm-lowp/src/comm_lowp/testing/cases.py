@@ -161,16 +161,19 @@ class Run:
 def simulate(case: Case, inputs: Inputs, *, mean: torch.Tensor | None = None) -> Run:
     """Encode on every rank of a case, exchange by indexing, and unpack; `mean` replaces the mean of K."""
     size, rows = case.ranks, case.rows
-    shards = [tuple(x[:, r * rows : (r + 1) * rows].contiguous() for x in inputs) for r in range(size)]
+    shards: list[Inputs] = []
+    for r in range(size):
+        q, k, v = (x[:, r * rows : (r + 1) * rows].contiguous() for x in inputs)
+        shards.append((q, k, v))
     local = [
-        primitives.local_stats(*shards[r], rank=r, world_size=size, used_sequence=case.used, layout=case.layout)
-        for r in range(size)
+        primitives.local_stats(q, k, v, rank=r, world_size=size, used_sequence=case.used, layout=case.layout)
+        for r, (q, k, v) in enumerate(shards)
     ]
     gathered = torch.stack([flat for flat, _ in local])
     final = [primitives.finalize_stats(gathered, local[r][1], shards[r][1]) for r in range(size)]
     if mean is not None:
         final = [_with_mean(case, shards, record, mean) for record in final]
-    sent = [primitives.quant_and_pack(*shards[r], final[r]) for r in range(size)]
+    sent = [primitives.quant_and_pack(q, k, v, final[r]) for r, (q, k, v) in enumerate(shards)]
     received = [torch.stack([sent[source][r] for source in range(size)]) for r in range(size)]
     outputs: list[tuple[torch.Tensor, ...]] = []
     for r in range(size):
@@ -195,7 +198,7 @@ def unpack(case: Case, received: torch.Tensor, used: int | None) -> tuple[torch.
 
 
 def _with_mean(
-    case: Case, shards: list[tuple[torch.Tensor, ...]], record: primitives.FinalStatistics, mean: torch.Tensor
+    case: Case, shards: list[Inputs], record: primitives.FinalStatistics, mean: torch.Tensor
 ) -> primitives.FinalStatistics:
     """Return final statistics for another mean of K, by the single primitives."""
     rank, size = record.grid.rank, case.ranks

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
+import numpy
 import torch
 
 __all__ = [
@@ -29,6 +29,8 @@ __all__ = [
     "widths",
 ]
 
+np: Any = numpy
+"""numpy's annotations of what is used here are partial."""
 F32 = np.float32
 Array = Any
 """A NumPy array; the annotations of the functions that are used here are partial."""
@@ -148,7 +150,7 @@ def encode(
     fq, fk, fv = numbers(q), numbers(k), numbers(v)
     centred = fk - mean[:, None]
     qa, ka = amax_of(fq, c.gq, used), amax_of(centred, c.gk, used)
-    scales = []
+    scales: list[Array] = []
     for amax, width in zip((qa, ka), widths(used, layout), strict=True):
         wide = np.full((*amax.shape[:2], max(width, amax.shape[2])), EPS, F32)
         wide[:, :, : amax.shape[2]] = amax
