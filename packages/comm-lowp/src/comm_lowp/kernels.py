@@ -1,8 +1,8 @@
 """The CUDA kernels of the Sage2 encoding as Python sees them: the module's description and the calls into it.
 
 Arguments were checked by the callers. A call launches on the current stream of its device, allocates nothing and
-waits for nothing, so all of them can be captured in a CUDA graph. ``pdl`` asks for programmatic dependent launch; None
-is yes where the device has it (compute capability 9.0 and later).
+waits for nothing, so all of them can be captured in a CUDA graph. ``pdl`` asks for programmatic dependent launch;
+None is yes where the device has it (compute capability 9.0 and later).
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from comm_core.plugins import hookimpl
-from comm_lowp.codec import Sage2Codec
 from comm_lowp.bench.module import BANDWIDTH
+from comm_lowp.codec import Sage2Codec
 from comm_lowp.module import MODULE
 
 if TYPE_CHECKING:

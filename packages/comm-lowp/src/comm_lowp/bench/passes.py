@@ -243,7 +243,7 @@ def measure_passes(
                 "host_us": round(host * 1e6, 2),
             }
         )
-    del items
+    items.clear()
     _cuda.synchronize(device)
     torch.cuda.empty_cache()
     return rows
