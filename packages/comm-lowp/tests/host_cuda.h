@@ -4,8 +4,8 @@
 //
 // A test puts this before csrc/sage2.cu and compiles both with a host compiler. What runs is the
 // real code of the kernels, apart from the few lines that are written in PTX. Ranks may be threads.
-// Blocks that wait for blocks of their own launch would hang; those that wait for other ranks don't,
-// if they are launched one block at a time.
+// Blocks that wait for blocks of their own launch would hang; those that wait for other ranks
+// don't, if they are launched one block at a time.
 #pragma once
 
 #define __CUDACC__ 1

@@ -15,8 +15,7 @@ void narrow(const float* x, uint16_t* out, uint64_t n, int bfloat16) {
 }
 
 void widen(const uint16_t* x, float* out, uint64_t n, int bfloat16) {
-  for (uint64_t i = 0; i < n; ++i)
-    out[i] = bfloat16 ? Bfloat16::widen(x[i]) : Float16::widen(x[i]);
+  for (uint64_t i = 0; i < n; ++i) out[i] = bfloat16 ? Bfloat16::widen(x[i]) : Float16::widen(x[i]);
 }
 
 void halves(const uint32_t* x, float* out, uint64_t n, int bfloat16) {
@@ -42,8 +41,7 @@ void e4m3(const float* x, uint8_t* out, uint64_t n) {
 }
 
 void e4m3_pairs(const float* x, uint16_t* out, uint64_t n) {
-  for (uint64_t i = 0; i < n; ++i)
-    out[i] = uint16_t(comm_lowp::e4m3_pair(x[2 * i], x[2 * i + 1]));
+  for (uint64_t i = 0; i < n; ++i) out[i] = uint16_t(comm_lowp::e4m3_pair(x[2 * i], x[2 * i + 1]));
 }
 
 void int8(const float* x, int8_t* out, uint64_t n) {

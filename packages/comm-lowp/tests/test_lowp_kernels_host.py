@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from lowp_cases import Case
-from lowp_checks import whole
+from lowp_checks import outputs, whole
 
 from comm_core.errors import ArgumentValueError
 from comm_core.jit import Module
@@ -159,3 +159,20 @@ def test_mistakes_are_refused_before_anything_is_launched(kernels: Kernels) -> N
         with pytest.raises(ArgumentValueError, match=text):
             kernels.statistics(q, k, v, dataclasses.replace(grid, **change), flat, scratch)
     assert not flat.any()
+
+
+@pytest.mark.parametrize("layout", sorted(LAYOUTS))
+def test_a_single_rank_needs_no_copy_of_q_and_k(kernels: Kernels, layout: str) -> None:
+    """They are quantized in place, and only V and the scales are unpacked."""
+    _, grid, (q, k, v), final = single(kernels, layout)
+    spec = grid.payload
+    sent = torch.empty(1, spec.chunk_bytes, dtype=torch.uint8)
+    kernels.quant_pack(q, k, v, final, grid, [sent.data_ptr()])
+    wanted = outputs(grid, kernels.device)
+    kernels.unpack(sent, grid, wanted[:5])
+    outs = outputs(grid, kernels.device)
+    kernels.quant_pack(q, None, None, final, grid, [outs[0].data_ptr()], scales=False)
+    kernels.quant_pack(None, k, None, final, grid, [outs[1].data_ptr() - spec.k_offset], scales=False)
+    kernels.unpack(sent, grid, (None, None, *outs[2:5]))
+    for out, other in zip(outs[:5], wanted[:5], strict=True):
+        assert torch.equal(out.view(torch.uint8), other.view(torch.uint8))

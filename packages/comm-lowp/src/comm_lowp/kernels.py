@@ -1,8 +1,8 @@
 """The CUDA kernels of the Sage2 encoding as Python sees them: the module's description and the calls into it.
 
 Arguments were checked by the callers. A call launches on the current stream of its device, allocates nothing and
-waits for nothing, so all of them can be captured in a CUDA graph. ``pdl`` asks for programmatic dependent launch; None
-is yes where the device has it (compute capability 9.0 and later).
+waits for nothing, so all of them can be captured in a CUDA graph. ``pdl`` asks for programmatic dependent launch;
+None is yes where the device has it (compute capability 9.0 and later).
 """
 
 from __future__ import annotations
@@ -372,7 +372,7 @@ class Kernels:
             )
 
     def unpack(
-        self, received: torch.Tensor, grid: Grid, outs: Sequence[torch.Tensor], *, pdl: bool | None = None
+        self, received: torch.Tensor, grid: Grid, outs: Sequence[torch.Tensor | None], *, pdl: bool | None = None
     ) -> None:
         """Turn the payloads of all sources into what the consumer reads.
 
@@ -380,20 +380,16 @@ class Kernels:
             received: uint8 ``[P, chunk_bytes]``, source-major, contiguous.
             grid: `used_sequence` gives the scales' widths; `rank` is not looked at.
             outs: q8, k8, v8, q_scale, k_scale as ``grid.output_shapes``, contiguous, the first three 16-byte aligned.
+                q8 and k8 may be None, both together: where the payload of a single rank was quantized in their place.
             pdl: see above.
         """
-        q8, k8, v8, q_scale, k_scale = outs
         with self._guard():
             self._unpack(
                 _cuda.raw_stream(self._index),
                 # The payload has no dtype any more.
                 _address(grid, torch.bfloat16),
                 received.data_ptr(),
-                q8.data_ptr(),
-                k8.data_ptr(),
-                v8.data_ptr(),
-                q_scale.data_ptr(),
-                k_scale.data_ptr(),
+                *(0 if out is None else out.data_ptr() for out in outs),
                 grid.used_sequence,
                 self._flags(pdl),
             )

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from comm_core.plugins import hookimpl
+from comm_lowp.bench.module import BANDWIDTH
 from comm_lowp.codec import Sage2Codec
 from comm_lowp.module import MODULE
 
@@ -30,15 +31,16 @@ class LowpPlugin:
 
     @hookimpl
     def comm_modules(self) -> Sequence[ModuleSpec]:
-        """Return the CUDA module."""
-        return (MODULE,)
+        """Return the CUDA modules: the encoding's, and the benchmark's."""
+        return (MODULE, BANDWIDTH)
 
     @hookimpl
     def comm_commands(self) -> Sequence[tuple[str, Typer]]:
         """Return the subcommands of ``commctl``."""
+        from comm_lowp.bench.command import app as bench
         from comm_lowp.demo.command import app as demo
 
-        return (("demo lowp", demo),)
+        return (("bench lowp", bench), ("demo lowp", demo))
 
 
 plugin = LowpPlugin()

@@ -21,7 +21,7 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions
 
 def table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return lines of text, one for each row."""
-    lines = [f"{'pass':30}{'µs':>10}{'best':>10}{'floor':>10}{'× floor':>9}{'goal':>7}{'host µs':>9}"]
+    lines = [f"{'pass':30}{'µs':>10}{'best':>10}{'floor':>10}{'ratio':>9}{'goal':>7}{'host µs':>9}"]
     for row in rows:
         floor, ratio, goal = row["floor_us"], row["over_floor"], row["goal"]
         verdict = "" if goal is None else "  reached" if ratio <= goal else "  missed"

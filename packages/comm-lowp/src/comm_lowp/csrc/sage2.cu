@@ -123,8 +123,8 @@ int launch(const char* name, void (*kernel)(Params), dim3 grid, uint32_t threads
 }
 
 // Leave the function with the status of a call that failed.
-#define COMM_TRY(call)                            \
-  do {                                            \
+#define COMM_TRY(call)                                  \
+  do {                                                  \
     if (int comm_status_ = (call)) return comm_status_; \
   } while (0)
 
@@ -133,8 +133,7 @@ int check_geometry(const Geometry& g) {
                g.head_dim);
   COMM_REQUIRE(g.world_size >= 1 && g.world_size <= comm::kMaxRanks && g.rank < g.world_size,
                "rank %u of %u: at most %u ranks", g.rank, g.world_size, comm::kMaxRanks);
-  COMM_REQUIRE(g.batch >= 1 && g.local_sequence >= 1 && g.heads >= 1 &&
-                   g.heads % g.world_size == 0,
+  COMM_REQUIRE(g.batch >= 1 && g.local_sequence >= 1 && g.heads >= 1 && g.heads % g.world_size == 0,
                "batch %u, sequence %u, heads %u for %u ranks", g.batch, g.local_sequence, g.heads,
                g.world_size);
   // Indices of rows and of blocks have 32 bits.
@@ -145,9 +144,9 @@ int check_geometry(const Geometry& g) {
                    g.used_sequence < (1u << 24),
                "used_sequence %u of %u rows: it must be below 2^24", g.used_sequence,
                g.world_size * g.local_sequence);
-  COMM_REQUIRE(g.q_group_log2 >= 4 && g.q_group_log2 <= 5 && g.k_group_log2 >= 6 &&
-                   g.k_group_log2 <= 7,
-               "groups of 2^%u and 2^%u rows", g.q_group_log2, g.k_group_log2);
+  COMM_REQUIRE(
+      g.q_group_log2 >= 4 && g.q_group_log2 <= 5 && g.k_group_log2 >= 6 && g.k_group_log2 <= 7,
+      "groups of 2^%u and 2^%u rows", g.q_group_log2, g.k_group_log2);
   COMM_REQUIRE((g.q_block == 64 || g.q_block == 128) && (g.v_block == 64 || g.v_block == 128),
                "blocks of %u and %u rows", g.q_block, g.v_block);
   return COMM_OK;
@@ -182,8 +181,7 @@ int run_statistics(const Geometry& g, const View& q, const View& k, const View& 
   if (q.data != nullptr) params.q_tiles = comm_lowp::ceil_div(q_rows, comm_lowp::kChunkRows);
   if (k.data != nullptr) params.k_chunks = num_chunks;
   if (v.data != nullptr) params.v_chunks = num_chunks;
-  const uint32_t blocks =
-      (params.q_tiles + params.k_chunks + params.v_chunks) * g.heads * g.batch;
+  const uint32_t blocks = (params.q_tiles + params.k_chunks + params.v_chunks) * g.heads * g.batch;
   void (*kernel)(comm_lowp::StatisticsParams);
   if (g.head_dim == 64) {
     kernel = g.bfloat16 ? comm_lowp::statistics_kernel<Bfloat16, 64>
@@ -220,11 +218,11 @@ int run_pack(comm_lowp::PackParams* params, cudaStream_t stream, uint32_t flags)
       params->parts & comm_lowp::kPartScales ? comm_lowp::kPackScaleBlocks * g.world_size : 0;
   void (*kernel)(comm_lowp::PackParams);
   if (g.head_dim == 64) {
-    kernel = g.bfloat16 ? comm_lowp::pack_kernel<Bfloat16, 64>
-                        : comm_lowp::pack_kernel<Float16, 64>;
+    kernel =
+        g.bfloat16 ? comm_lowp::pack_kernel<Bfloat16, 64> : comm_lowp::pack_kernel<Float16, 64>;
   } else {
-    kernel = g.bfloat16 ? comm_lowp::pack_kernel<Bfloat16, 128>
-                        : comm_lowp::pack_kernel<Float16, 128>;
+    kernel =
+        g.bfloat16 ? comm_lowp::pack_kernel<Bfloat16, 128> : comm_lowp::pack_kernel<Float16, 128>;
   }
   return launch("pack_kernel", kernel, dim3(params->data_blocks + scale_blocks),
                 comm_lowp::kPackThreads, stream, flags, *params);
@@ -237,8 +235,7 @@ int run_unpack(comm_lowp::UnpackParams* params, uint32_t scale_sequence, cudaStr
                "scale_sequence %u of %u rows", scale_sequence, g.world_size * g.local_sequence);
   params->payload = comm_lowp::payload(g);
   comm_lowp::plan_unpack(params, scale_sequence);
-  const uint32_t blocks =
-      params->v_blocks + params->copy_blocks + comm_lowp::kUnpackScaleBlocks;
+  const uint32_t blocks = params->v_blocks + params->copy_blocks + comm_lowp::kUnpackScaleBlocks;
   return launch("unpack_kernel",
                 g.head_dim == 64 ? comm_lowp::unpack_kernel<64> : comm_lowp::unpack_kernel<128>,
                 dim3(blocks), comm_lowp::kUnpackThreads, stream, flags, *params);
@@ -259,9 +256,9 @@ COMM_EXPORT int comm_lowp_finalize_v1(const comm_lowp_finalize_args_v1* args) {
   COMM_TRY(check_geometry(*args->geometry));
   COMM_REQUIRE(args->gathered != nullptr || args->mean != nullptr || args->k_amax == nullptr,
                "finalize: the mean of K is neither given nor in gathered statistics");
-  comm_lowp::FinalizeParams params = {
-      *args->geometry, args->gathered, args->mean,    args->partials,   args->k_mean,
-      args->q_amax,    args->k_amax,   args->v_scale, args->own_v_scale};
+  comm_lowp::FinalizeParams params = {*args->geometry, args->gathered, args->mean,
+                                      args->partials,  args->k_mean,   args->q_amax,
+                                      args->k_amax,    args->v_scale,  args->own_v_scale};
   return run_finalize(params, args->stream, args->flags);
 }
 
@@ -292,6 +289,7 @@ COMM_EXPORT int comm_lowp_unpack_v1(const comm_lowp_unpack_args_v1* args) {
   COMM_CHECK_ARGS(args, comm_lowp_unpack_args_v1);
   COMM_TRY(check_geometry(*args->geometry));
   COMM_TRY(check_aligned("the payload", args->received));
+  COMM_REQUIRE((args->q == nullptr) == (args->k == nullptr), "unpack: q and k go together");
   COMM_TRY(check_aligned("q", args->q));
   COMM_TRY(check_aligned("k", args->k));
   COMM_TRY(check_aligned("v", args->v));
@@ -336,12 +334,9 @@ COMM_EXPORT int comm_lowp_scatter_v1(const comm_lowp_scatter_args_v1* args) {
 
   COMM_TRY(run_statistics(g, args->q, args->k, args->v, args->partials, args->statistics, stream,
                           flags));
-  comm_lowp::GatherParams gather = {session,
-                                    args->statistics,
-                                    bytes,
-                                    args->statistics_offset,
-                                    args->window,
-                                    args->gather_operation};
+  comm_lowp::GatherParams gather = {session,      args->statistics,
+                                    bytes,        args->statistics_offset,
+                                    args->window, args->gather_operation};
   COMM_TRY(launch("gather_kernel", comm_lowp::gather_kernel, dim3(args->gather_blocks),
                   comm_lowp::kGatherThreads, stream, flags, gather));
   uint8_t* own = args->windows[g.rank];
@@ -366,8 +361,7 @@ COMM_EXPORT int comm_lowp_scatter_v1(const comm_lowp_scatter_args_v1* args) {
   pack.k_amax = args->k_amax;
   pack.v_scale = args->v_scale;
   pack.abort = abort;
-  pack.parts =
-      comm_lowp::kPartQ | comm_lowp::kPartK | comm_lowp::kPartV | comm_lowp::kPartScales;
+  pack.parts = comm_lowp::kPartQ | comm_lowp::kPartK | comm_lowp::kPartV | comm_lowp::kPartScales;
   for (uint32_t rank = 0; rank < g.world_size; ++rank)
     pack.destinations[rank] = args->windows[rank] + g.rank * payload.chunk_bytes;
   COMM_TRY(run_pack(&pack, stream, flags));

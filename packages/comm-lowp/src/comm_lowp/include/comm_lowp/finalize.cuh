@@ -11,14 +11,14 @@ namespace comm_lowp {
 
 struct FinalizeParams {
   Geometry geometry;
-  const float* gathered;   // [P, N]; null: this rank alone counts, and `mean` is given
-  const uint16_t* mean;    // [B, H, D]; null: from `gathered`
-  Partials partials;       // of this rank; q_amax and k_extremes are read
-  uint16_t* k_mean;        // [B, H, D], or null
-  float* q_amax;           // [B, H, slots], or null
-  float* k_amax;           // [B, H, slots], or null
-  float* v_scale;          // [B, H, D], or null
-  float* own_v_scale;      // [B, H / P, D] of the heads that this rank will have, or null
+  const float* gathered;  // [P, N]; null: this rank alone counts, and `mean` is given
+  const uint16_t* mean;   // [B, H, D]; null: from `gathered`
+  Partials partials;      // of this rank; q_amax and k_extremes are read
+  uint16_t* k_mean;       // [B, H, D], or null
+  float* q_amax;          // [B, H, slots], or null
+  float* k_amax;          // [B, H, slots], or null
+  float* v_scale;         // [B, H, D], or null
+  float* own_v_scale;     // [B, H / P, D] of the heads that this rank will have, or null
 };
 
 constexpr uint32_t kFinalizeThreads = 256;

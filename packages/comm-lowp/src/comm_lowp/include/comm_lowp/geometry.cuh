@@ -139,9 +139,7 @@ COMM_HD uint32_t padded_sequence(const Geometry& g) {
 }
 
 // The row of a block of 16 that position `x` of V holds.
-COMM_HD constexpr uint32_t v_row(uint32_t x) {
-  return 2 * (x / 4) + 8 * ((x % 4) / 2) + x % 2;
-}
+COMM_HD constexpr uint32_t v_row(uint32_t x) { return 2 * (x / 4) + 8 * ((x % 4) / 2) + x % 2; }
 
 static_assert(v_row(0) == 0 && v_row(2) == 8 && v_row(5) == 3 && v_row(14) == 14 && v_row(15) == 15,
               "0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15");

@@ -19,7 +19,8 @@ namespace comm_lowp {
 constexpr uint32_t kPartQ = 1;
 constexpr uint32_t kPartK = 2;
 constexpr uint32_t kPartV = 4;
-constexpr uint32_t kPartScales = 8;  // and the gap and the tail; of Q and K as far as they take part
+constexpr uint32_t kPartScales =
+    8;  // and the gap and the tail; of Q and K as far as they take part
 
 constexpr uint32_t kPackThreads = 256;
 constexpr uint32_t kPackSteps = 16;        // rows of a thread
@@ -32,12 +33,12 @@ struct PackParams {
   Geometry geometry;
   Payload payload;
   View q, k, v;
-  const uint16_t* k_mean;                      // [B, H, D]
-  const float* q_amax;                         // [B, H, slots]
-  const float* k_amax;                         // [B, H, slots]
-  const float* v_scale;                        // [B, H, D]
-  uint8_t* destinations[comm::kMaxRanks];      // the payload of each destination
-  const uint32_t* abort;                       // nothing is written while it is not 0; or null
+  const uint16_t* k_mean;                  // [B, H, D]
+  const float* q_amax;                     // [B, H, slots]
+  const float* k_amax;                     // [B, H, slots]
+  const float* v_scale;                    // [B, H, D]
+  uint8_t* destinations[comm::kMaxRanks];  // the payload of each destination
+  const uint32_t* abort;                   // nothing is written while it is not 0; or null
   uint32_t parts;
   uint32_t span_heads;  // heads of a span
   uint32_t spans;       // of a destination
@@ -124,8 +125,9 @@ struct PackBlock {
   // Call `row(slot_row, values)` for the rows of this thread, a few in flight, and store what it
   // returns.
   template <class Function>
-  static __device__ __forceinline__ void rows(const PackParams& p, const View& view, const Place& at,
-                                              uint64_t section, const Function& row) {
+  static __device__ __forceinline__ void rows(const PackParams& p, const View& view,
+                                              const Place& at, uint64_t section,
+                                              const Function& row) {
     const Geometry& g = p.geometry;
     const uint32_t width = at.heads * kColumns;
     // Rows are laid out by the full width, also in a last span that is narrower.
@@ -135,8 +137,8 @@ struct PackBlock {
     const uint32_t column = threadIdx.x % width;
     const uint32_t local_heads = g.heads / g.world_size;
     const uint32_t head = at.head + column / kColumns;
-    const char* from = row_of(view, at.batch, 0, at.destination * local_heads + head) +
-                       32 * (column % kColumns);
+    const char* from =
+        row_of(view, at.batch, 0, at.destination * local_heads + head) + 32 * (column % kColumns);
     const int64_t pitch = 2 * view.row_stride;
     uint8_t* to = p.destinations[at.destination] + section +
                   (uint64_t(at.batch) * g.local_sequence * local_heads + head) * kDim +
@@ -232,8 +234,7 @@ __device__ __forceinline__ void write_scales(const PackParams& p, uint32_t desti
     if (i < scales && slot < num_touched) {
       const uint32_t row = i / num_slots;
       const uint32_t head = destination * local_heads + row % local_heads;
-      value = int8_scale(
-          amaxes[(uint64_t(row / local_heads) * g.heads + head) * num_slots + slot]);
+      value = int8_scale(amaxes[(uint64_t(row / local_heads) * g.heads + head) * num_slots + slot]);
     }
     to[i] = value;
   }

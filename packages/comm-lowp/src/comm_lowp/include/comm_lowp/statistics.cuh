@@ -99,6 +99,20 @@ struct StatisticsBlock {
   static constexpr uint32_t kWarpRows = 32 / kRowThreads;
   static constexpr uint32_t kLoads = 8;  // of a thread, in flight
 
+  // Rows `row`, `row + stride` and so on, as far as they are below `end`; zeros in place of the
+  // others. `at` is the address of the first one.
+  template <uint32_t kCount>
+  static __device__ __forceinline__ void load_rows(Vector (&x)[kCount], const char* at,
+                                                   int64_t pitch, uint32_t row, uint32_t stride,
+                                                   uint32_t end) {
+    const int64_t step = int64_t(stride) * pitch;
+#pragma unroll
+    for (uint32_t n = 0; n < kCount; ++n, at += step) {
+      x[n] = Vector{};
+      if (row + n * stride < end) x[n] = load_once(at);
+    }
+  }
+
   static __device__ __forceinline__ void q_tile(const StatisticsParams& p, uint32_t batch,
                                                 uint32_t head, uint32_t tile) {
     const Geometry& g = p.geometry;
@@ -119,11 +133,8 @@ struct StatisticsBlock {
       uint32_t amax = 0;
       for (uint32_t row = 0; row < group_rows; row += kBatch * kWarpRows) {
         Vector x[kBatch];
-#pragma unroll
-        for (uint32_t n = 0; n < kBatch; ++n) {
-          const uint32_t t = begin + row + n * kWarpRows;
-          x[n] = t < g.local_sequence ? load_once(base + int64_t(t) * pitch) : Vector{};
-        }
+        const uint32_t t = begin + row;
+        load_rows(x, base + int64_t(int32_t(t)) * pitch, pitch, t, kWarpRows, g.local_sequence);
 #pragma unroll
         for (uint32_t n = 0; n < kBatch; ++n) {
 #pragma unroll
@@ -136,6 +147,16 @@ struct StatisticsBlock {
         p.partials.q_amax[(uint64_t(batch) * g.heads + head) * num_slots + slot] =
             T::widen(amax & 0xffffu);
     }
+  }
+
+  // One row more in the sums of two channels and in their extremes.
+  static __device__ __forceinline__ void add_pair(float (&sum)[8], uint32_t (&least)[4],
+                                                  uint32_t (&most)[4], uint32_t w, uint32_t x,
+                                                  uint32_t low, uint32_t high) {
+    sum[2 * w] = add_rn(sum[2 * w], T::low(x));
+    sum[2 * w + 1] = add_rn(sum[2 * w + 1], T::high(x));
+    least[w] = min_pair<T>(least[w], low);
+    most[w] = max_pair<T>(most[w], high);
   }
 
   static __device__ __forceinline__ void k_chunk(const StatisticsParams& p, uint32_t batch,
@@ -166,6 +187,7 @@ struct StatisticsBlock {
       const uint32_t group_end = ((first + segment + 1) << g.k_group_log2) - origin;
       const uint32_t from = edge > origin + begin ? edge - origin : begin;
       const uint32_t to = group_end < end ? group_end : end;
+      const uint32_t counted = live < to ? live : to;  // rows from here on are padding
       uint32_t least[4], most[4];
 #pragma unroll
       for (uint32_t w = 0; w < 4; ++w) {
@@ -176,20 +198,23 @@ struct StatisticsBlock {
       uint32_t t = from + ((row_lane - (from - begin)) & (kLanes - 1));
       for (; t < to; t += kLoads * kLanes) {
         Vector x[kLoads];
+        // A row too many adds +0, which changes no sum.
+        load_rows(x, base + int64_t(t) * pitch, pitch, t, kLanes, to);
+        if (t + (kLoads - 1) * kLanes < counted) {
 #pragma unroll
-        for (uint32_t n = 0; n < kLoads; ++n) {
-          // A row too many adds +0, which changes no sum.
-          x[n] = t + n * kLanes < to ? load_once(base + int64_t(t + n * kLanes) * pitch) : Vector{};
-        }
+          for (uint32_t n = 0; n < kLoads; ++n) {
 #pragma unroll
-        for (uint32_t n = 0; n < kLoads; ++n) {
-          const bool counts = t + n * kLanes < to && t + n * kLanes < live;
+            for (uint32_t w = 0; w < 4; ++w)
+              add_pair(sum, least, most, w, x[n].word[w], x[n].word[w], x[n].word[w]);
+          }
+        } else {
 #pragma unroll
-          for (uint32_t w = 0; w < 4; ++w) {
-            sum[2 * w] = add_rn(sum[2 * w], T::low(x[n].word[w]));
-            sum[2 * w + 1] = add_rn(sum[2 * w + 1], T::high(x[n].word[w]));
-            least[w] = min_pair<T>(least[w], counts ? x[n].word[w] : kAbove);
-            most[w] = max_pair<T>(most[w], counts ? x[n].word[w] : kBelow);
+          for (uint32_t n = 0; n < kLoads; ++n) {
+            const bool counts = t + n * kLanes < counted;
+#pragma unroll
+            for (uint32_t w = 0; w < 4; ++w)
+              add_pair(sum, least, most, w, x[n].word[w], counts ? x[n].word[w] : kAbove,
+                       counts ? x[n].word[w] : kBelow);
           }
         }
       }
@@ -245,9 +270,7 @@ struct StatisticsBlock {
     uint32_t amax[4] = {0, 0, 0, 0};
     for (uint32_t t = begin + row_lane; t < end; t += kLoads * kLanes) {
       Vector x[kLoads];
-#pragma unroll
-      for (uint32_t n = 0; n < kLoads; ++n)
-        x[n] = t + n * kLanes < end ? load_once(base + int64_t(t + n * kLanes) * pitch) : Vector{};
+      load_rows(x, base + int64_t(t) * pitch, pitch, t, kLanes, end);
 #pragma unroll
       for (uint32_t n = 0; n < kLoads; ++n) {
 #pragma unroll
@@ -271,7 +294,7 @@ struct StatisticsBlock {
 
 // Heads are the fastest index of a block: neighbours read whole rows of the tensor together.
 template <class T, uint32_t kDim>
-__global__ void __launch_bounds__(kDim, 1024 / kDim)
+__global__ void __launch_bounds__(kDim, 896 / kDim)
     statistics_kernel(const __grid_constant__ StatisticsParams p) {
   using Block = StatisticsBlock<T, kDim>;
   follow();

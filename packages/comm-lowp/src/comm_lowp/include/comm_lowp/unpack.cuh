@@ -21,10 +21,10 @@ struct UnpackParams {
   Geometry geometry;
   Payload payload;
   const uint8_t* received;  // [P, chunk_bytes]
-  uint8_t* q;               // [B, S, h, D]
+  uint8_t* q;               // [B, S, h, D], or null: neither Q nor K is copied
   uint8_t* k;
-  uint8_t* v;       // [B, D, h, S_pad]
-  float* q_scale;   // [B, h, width]
+  uint8_t* v;      // [B, D, h, S_pad]
+  float* q_scale;  // [B, h, width]
   float* k_scale;
   float* v_scale;         // [B, h, D]: spoilt where the exchange was aborted, or null
   const uint32_t* abort;  // outputs are filled with NaN bytes where it is not 0; or null
@@ -45,7 +45,7 @@ COMM_HD void plan_unpack(UnpackParams* p, uint32_t scale_sequence) {
   p->v_tiles = ceil_div(padded_sequence(g), kTileBytes / g.head_dim);
   p->v_blocks = p->v_tiles * local_heads * g.batch;
   p->piece_count = uint32_t((section + kTileBytes - 1) / kTileBytes);
-  p->copy_blocks = 2 * g.world_size * g.batch * p->piece_count;
+  p->copy_blocks = p->q == nullptr ? 0 : 2 * g.world_size * g.batch * p->piece_count;
 }
 
 #if defined(__CUDACC__)
@@ -131,8 +131,7 @@ __device__ __forceinline__ void unpack_copy(const UnpackParams& p, uint32_t bloc
   const bool is_k = i / g.world_size != 0;
   const uint8_t* from = p.received + source * p.payload.chunk_bytes + (is_k ? p.payload.k : 0) +
                         batch * bytes + begin;
-  uint8_t* to =
-      (is_k ? p.k : p.q) + (uint64_t(batch) * g.world_size + source) * bytes + begin;
+  uint8_t* to = (is_k ? p.k : p.q) + (uint64_t(batch) * g.world_size + source) * bytes + begin;
   const uint32_t vectors = uint32_t((bytes - begin < kTileBytes ? bytes - begin : kTileBytes) / 16);
   Vector x[kUnpackLoads];
 #pragma unroll
@@ -175,8 +174,7 @@ __global__ void __launch_bounds__(kUnpackThreads, 4)
     unpack_kernel(const __grid_constant__ UnpackParams p) {
   __shared__ __align__(16) uint8_t shared[kTileBytes + kTileBytes / kDim];
   follow();
-  const bool broken =
-      p.abort != nullptr && __syncthreads_or(comm::load_relaxed(p.abort) != 0) != 0;
+  const bool broken = p.abort != nullptr && __syncthreads_or(comm::load_relaxed(p.abort) != 0) != 0;
   uint32_t block = blockIdx.x;
   if (block < p.v_blocks) {
     unpack_v<kDim>(p, block, broken, shared);
