@@ -69,10 +69,10 @@ def test_strides_of_single_dimensions_need_not_be_aligned(kernels: Kernels) -> N
     whole(kernels, case, odd, k, v)
 
 
-def single(kernels: Kernels, layout: str) -> tuple[Case, Grid, list[torch.Tensor], Final]:
+def single(kernels: Kernels, layout: str) -> tuple[Case, Grid, lowp_cases.Operands, Final]:
     case = Case(1, 2, 90, 3, 64, 90, torch.bfloat16, layout, 12)
     (grid,) = case.grids
-    values = list(lowp_cases.operands(case))
+    values = lowp_cases.operands(case)
     flat, scratch = torch.empty(1, grid.statistics_elems), kernels.scratch(grid, case.dtype)
     kernels.statistics(*values, grid, flat, scratch)
     final = kernels.final(grid, case.dtype)
@@ -90,8 +90,8 @@ def test_a_part_leaves_the_other_sections_alone(kernels: Kernels, layout: str) -
     for parts in range(1, 8):
         for scales in (False, True):
             some = torch.full_like(full, 0xA5)
-            operands = [x if parts >> i & 1 else None for i, x in enumerate((q, k, v))]
-            kernels.quant_pack(*operands, final, grid, [some.data_ptr()], scales=scales)
+            a, b, c = (x if parts >> i & 1 else None for i, x in enumerate((q, k, v)))
+            kernels.quant_pack(a, b, c, final, grid, [some.data_ptr()], scales=scales)
             written = [bool(parts >> i & 1) for i in range(3)]
             written += [scales and written[0], scales and written[1]]
             for i, was in enumerate(written):

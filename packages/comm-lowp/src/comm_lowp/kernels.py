@@ -448,7 +448,7 @@ class DirectScatter:
         self._geometry_address = ctypes.addressof(self._geometry)
         self._storage = (*self.scratch.pointers, self.statistics.data_ptr(), *self.final.pointers)
         number: int = self.window.number  # type: ignore[attr-defined]  # windows of such sessions are numbered
-        self._tail = (
+        self._tail: tuple[int, ...] = (
             *_padded(self.window.peer_pointers),
             offset,
             number,
