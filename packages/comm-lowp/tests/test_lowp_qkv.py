@@ -316,6 +316,8 @@ def refusals(group: Any) -> list[str]:
             tries += [(f"out: {n}", error, text, comm, (q, k, v), workspace, out) for n, error, text, out in outputs]
             tries.append(("no workspace", kind, "prepare_qkv", comm, (q, k, v), object(), None))
             tries.append(("a foreign workspace", value, "another communicator", other, (q, k, v), workspace, None))
+            # Storage that was found good once is remembered; what only shares its addresses is looked at again.
+            comm.scatter_qkv(q, k, v, workspace=workspace, out=good)
             sent = comm.bytes_sent
             for name, error, text, host, given, space, out in tries:
                 try:

@@ -21,7 +21,7 @@ from comm_core.transport.dist import SMALL_BYTES
 from comm_core.transport.interface import Staging
 from comm_core.ulysses import plans
 from comm_core.windows.gather import small_plan
-from comm_lowp.sage2 import primitives, reference
+from comm_lowp.sage2 import primitives
 
 if TYPE_CHECKING:
     from comm_core.ulysses.codec import CodecHost
@@ -241,12 +241,3 @@ def make_pipeline(host: CodecHost, grid: Grid, kernels: Kernels | None, *, every
     if everywhere and session is not None and session.properties.peer_pointers and hasattr(session, "launch_context"):
         return DirectPipeline(kernels, cast("PeerSession", session), grid, host.dtype)
     return ExchangePipeline(host, grid, KernelEncoder(kernels, grid, host.dtype))
-
-
-def empty_outputs(grid: Grid, device: torch.device) -> list[torch.Tensor]:
-    """Return new outputs."""
-    shapes = grid.output_shapes(grid.used_sequence)
-    return [
-        torch.empty(shape, dtype=dtype, device=device)
-        for shape, dtype in zip(shapes, reference.output_dtypes(), strict=True)
-    ]

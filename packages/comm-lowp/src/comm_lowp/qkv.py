@@ -7,7 +7,7 @@ A call makes one gather (of statistics) and one exchange (of the payload), and n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, NoReturn, cast
 
@@ -21,7 +21,7 @@ from comm_core.errors import ArgumentTypeError, ArgumentValueError, JointValueEr
 from comm_core.ulysses.codec import CodecHost, CodecWorkspace, EncodedCall
 from comm_core.ulysses.validation import byte_range
 from comm_lowp import _env, finite
-from comm_lowp.pipeline import Pipeline, empty_outputs, make_pipeline
+from comm_lowp.pipeline import Pipeline, make_pipeline
 from comm_lowp.sage2 import primitives
 from comm_lowp.sage2.dispatch import kernels_for
 from comm_lowp.sage2.grid import Grid, Layout, PayloadSpec
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 __all__ = ["UlyssesQKV", "UlyssesQKVWorkspace", "prepare"]
 
+_ADMITTED = 64
+"""Sets of storage that are remembered as good; a model's layers use a few."""
 _FIELDS = ("q", "k", "v", "q_scale", "k_scale", "v_scale")
 
 
@@ -78,6 +80,12 @@ class UlyssesQKVWorkspace(CodecWorkspace):
     _grid: Grid
     _pipeline: Pipeline
     _last_stream: int | None
+    # Asked on every call, and looked up once.
+    _geometry: JsonObject
+    _metadata: tuple[str, int, int, torch.dtype]
+    _outputs: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    _sent_bytes: int
+    _admitted: set[Hashable]
 
     def __init__(self, *arguments: object, **keywords: object) -> NoReturn:
         raise ArgumentTypeError("UlyssesQKVWorkspace can't be constructed: prepare_qkv of a communicator makes it")
@@ -173,27 +181,30 @@ class UlyssesQKVWorkspace(CodecWorkspace):
     def _prepare(
         self, host: CodecHost, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: object | None
     ) -> EncodedCall:
-        """Check this rank's arguments."""
+        """Check this rank's arguments; at once where the same storage was found good before."""
         if host is not self._host:
             raise ArgumentValueError(
                 "the workspace belongs to another communicator: prepare_qkv makes one for this communicator"
             )
-        grid = self._grid
+        key = _key(q, k, v, out)
+        if key is None or key not in self._admitted:
+            self._check(q, k, v, out)
+            if key is not None:
+                if len(self._admitted) >= _ADMITTED:
+                    self._admitted.clear()
+                self._admitted.add(key)
+        if host.checked:
+            finite.check_finite(self._grid, q, k, v)
+            finite.check_padding(self._grid, q, k, v)
+        target = cast("UlyssesQKV | None", out)
+        written = () if target is None else target[:6]
+        return EncodedCall(self._geometry, partial(self._execute, q, k, v, target), written, self._sent_bytes)
+
+    def _check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: object | None) -> None:
         for x, name in ((q, "q"), (k, "k"), (v, "v")):
             self._check_operand(x, name)
-        target = None if out is None else self._check_out(out, q, k, v)
-        if host.checked:
-            finite.check_finite(grid, q, k, v)
-            finite.check_padding(grid, q, k, v)
-        geometry: JsonObject = _geometry(grid, host.dtype)
-        spec = grid.payload
-        away = spec.chunk_bytes + 4 * grid.statistics_elems
-        return EncodedCall(
-            geometry,
-            partial(self._execute, q, k, v, target),
-            () if target is None else target[:6],
-            (grid.world_size - 1) * away,
-        )
+        if out is not None:
+            self._check_out(out, q, k, v)
 
     def _check_operand(self, x: object, name: str) -> None:
         if not isinstance(x, torch.Tensor):
@@ -205,16 +216,13 @@ class UlyssesQKVWorkspace(CodecWorkspace):
             )
         primitives.check_operand(x, name)
 
-    def _check_out(self, out: object, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> UlyssesQKV:
+    def _check_out(self, out: object, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         if not isinstance(out, UlyssesQKV):
             raise ArgumentTypeError(f"out must be a UlyssesQKV, got {type(out).__name__}")
-        grid = self._grid
-        metadata = (grid.layout.name, grid.sequence, grid.used_sequence, self.dtype)
-        for name, have, want in zip(UlyssesQKV._fields[6:], out[6:], metadata, strict=True):
+        for name, have, want in zip(UlyssesQKV._fields[6:], out[6:], self._metadata, strict=True):
             if have != want:
                 raise ArgumentValueError(f"out.{name} must be {want!r} as prepared, got {have!r}")
-        shapes = grid.output_shapes(grid.used_sequence)
-        for name, tensor, shape, dtype in zip(_FIELDS, out[:6], shapes, output_dtypes(), strict=True):
+        for name, tensor, (shape, dtype) in zip(_FIELDS, out[:6], self._outputs, strict=True):
             if not isinstance(tensor, torch.Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise ArgumentTypeError(f"out.{name} must be a torch.Tensor, got {type(tensor).__name__}")
             if tuple(tensor.shape) != shape or tensor.dtype != dtype or tensor.device != self.device:
@@ -229,7 +237,6 @@ class UlyssesQKVWorkspace(CodecWorkspace):
                     f"out.{name} must begin at a 16-byte aligned address, got {tensor.data_ptr():#x}"
                 )
         self._check_apart(out, q, k, v)
-        return out
 
     def _check_apart(self, out: UlyssesQKV, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Refuse outputs that share bytes with each other, with an input or with the workspace."""
@@ -249,10 +256,11 @@ class UlyssesQKVWorkspace(CodecWorkspace):
 
     def _empty(self) -> UlyssesQKV:
         """Return new outputs, which later calls don't touch."""
-        grid = self._grid
-        q, k, v, q_scale, k_scale, v_scale = empty_outputs(grid, self.device)
-        metadata = (grid.layout.name, grid.sequence, grid.used_sequence, self.dtype)
-        return UlyssesQKV(q, k, v, q_scale, k_scale, v_scale, *metadata)
+        device = self._host.device
+        q, k, v, q_scale, k_scale, v_scale = [
+            torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self._outputs
+        ]
+        return UlyssesQKV(q, k, v, q_scale, k_scale, v_scale, *self._metadata)
 
     def _order_streams(self) -> None:
         """Let the current stream wait for the last one that used the storage."""
@@ -262,6 +270,25 @@ class UlyssesQKVWorkspace(CodecWorkspace):
         if self._last_stream is not None and stream != self._last_stream:
             _cuda.wait_for_stream(self.device, self._last_stream)
         self._last_stream = stream
+
+
+def _key(q: object, k: object, v: object, out: object) -> Hashable | None:
+    """Return all that the checks of a call depend on, or None where that can't be told cheaply."""
+    tensors = (q, k, v)
+    metadata: tuple[object, ...] = ()
+    if type(out) is UlyssesQKV:
+        tensors, metadata = (q, k, v, *out[:6]), out[6:]
+    elif out is not None:
+        return None
+    parts: list[Hashable] = []
+    try:
+        for x in tensors:
+            if type(x) is not torch.Tensor or x.is_neg():
+                return None
+            parts.append((x.data_ptr(), x.shape, x.stride(), x.dtype, x.device))
+    except (RuntimeError, NotImplementedError):
+        return None  # a tensor that can't be asked such things; the checks say why
+    return (*parts, metadata)
 
 
 # Preparation
@@ -356,4 +383,17 @@ def _new_workspace(host: CodecHost, grid: Grid, pipeline: Pipeline) -> UlyssesQK
     workspace._grid = grid  # pyright: ignore[reportPrivateUsage]
     workspace._pipeline = pipeline  # pyright: ignore[reportPrivateUsage]
     workspace._last_stream = None  # pyright: ignore[reportPrivateUsage]
+    workspace._geometry = _geometry(grid, host.dtype)  # pyright: ignore[reportPrivateUsage]
+    workspace._metadata = (  # pyright: ignore[reportPrivateUsage]
+        grid.layout.name,
+        grid.sequence,
+        grid.used_sequence,
+        host.dtype,
+    )
+    workspace._outputs = tuple(  # pyright: ignore[reportPrivateUsage]
+        zip(grid.output_shapes(grid.used_sequence), output_dtypes(), strict=True)
+    )
+    away = grid.payload.chunk_bytes + 4 * grid.statistics_elems
+    workspace._sent_bytes = (grid.world_size - 1) * away  # pyright: ignore[reportPrivateUsage]
+    workspace._admitted = set()  # pyright: ignore[reportPrivateUsage]
     return workspace

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -24,8 +24,7 @@ from comm_core.transport.interface import TransportSession
 __all__ = ["Codec", "CodecHost", "CodecWorkspace", "EncodedCall", "find_codec"]
 
 
-@dataclass(frozen=True)
-class EncodedCall:
+class EncodedCall(NamedTuple):
     """An encoded exchange whose arguments were found good on this rank.
 
     Attributes:
