@@ -10,7 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -73,8 +73,7 @@ def measure_bandwidth(device: torch.device, batches: int) -> Bandwidth:
     read = jit.load(BANDWIDTH, device).bind("comm_lowp_read_v1")
     sink = torch.zeros(1, dtype=torch.int32, device=device)
     # torch's annotations of it are partial.
-    properties: Any = torch.cuda.get_device_properties(device)  # pyright: ignore[reportUnknownMemberType]
-    processors = int(properties.multi_processor_count)
+    processors = int(cast("Any", torch.cuda).get_device_properties(device).multi_processor_count)
     stream = _cuda.raw_stream(device.index)
     best = min(
         statistics.median(
