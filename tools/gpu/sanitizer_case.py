@@ -1,4 +1,4 @@
-"""``python -m gpu.sanitizer_case``: two ranks that use every kernel of windows once, for compute-sanitizer.
+"""``python -m gpu.sanitizer_case``: two ranks that use every kernel of windows, or of NVLink, once, for compute-sanitizer.
 
 Rank 0 is the process that is started; it starts rank 1. Both compare what arrives and print ``rank N: ok``. Without
 MPS the ranks take turns on the GPU, and a sanitizer makes kernels many times slower: the deadline is scaled to that.
@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from comm_core import UlyssesCommunicator, jit
+from comm_core import UlyssesCommunicator, jit, plugins
 from comm_core.jit.selfcheck import SELFCHECK
 from comm_core.testing import reference
 
@@ -83,13 +83,35 @@ def small_gather(comm: UlyssesCommunicator) -> None:
     assert torch.equal(out.cpu(), expected), out
 
 
-def run_rank(rank: int, store: Any) -> None:
+_BACKENDS: dict[str, tuple[tuple[str, dict[str, Any], str], ...]] = {
+    "windows": (("windows", {}, ""), ("windows-ce", {}, "")),
+    # By the SMs, by both, and by the copy engines alone.
+    "nvlink": (("nvlink", {}, ""), ("nvlink", {}, "0"), ("nvlink", {"max_sms": 0}, "")),
+}
+"""Name of a case -> backend, arguments, and bytes from which on NVLink uses the copy engines."""
+
+
+def register_nvlink() -> None:
+    """Register the plugin of a source tree that is not installed."""
+    from importlib.metadata import entry_points
+
+    from comm_nvlink.plugin import plugin
+
+    if not entry_points(group="comm_core.v1", name="nvlink"):
+        plugins.register("sanitizer case", plugin)
+
+
+def run_rank(rank: int, store: Any, case: str) -> None:
     """Run everything once, over the SMs and over the copy engines."""
+    if case == "nvlink":
+        register_nvlink()
     device = device_of(rank)
     timeout = timedelta(seconds=float(_TIMEOUT_S))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=_RANKS, timeout=timeout)
-    for backend in ("windows", "windows-ce"):
-        with UlyssesCommunicator(max_bytes=1 << 16, dtype=torch.bfloat16, backend=backend, device=device) as comm:
+    arguments: dict[str, Any] = {"max_bytes": 1 << 16, "dtype": torch.bfloat16, "device": device}
+    for backend, more, engine_bytes in _BACKENDS[case]:
+        os.environ["COMM_NVLINK_ENGINE_BYTES"] = engine_bytes
+        with UlyssesCommunicator(backend=backend, **arguments, **more) as comm:
             whole_heads(comm, direct=True)
             whole_heads(comm, direct=False)
             head_chunk(comm)
@@ -112,6 +134,7 @@ def main() -> None:
     """Be a rank."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plant", action="store_true")
+    parser.add_argument("--backend", choices=sorted(_BACKENDS), default="windows")
     parser.add_argument("--port", type=int, help="of rank 0's store: be rank 1")
     options = parser.parse_args()
     os.environ |= {"COMM_ALLOW_SHARED_GPU": "1", "COMM_TIMEOUT_S": _TIMEOUT_S, "GLOO_SOCKET_IFNAME": "lo"}
@@ -127,7 +150,7 @@ def main() -> None:
         if options.plant:
             plant(0 if first else 1)
         else:
-            run_rank(0 if first else 1, store)
+            run_rank(0 if first else 1, store, options.backend)
         code = 0 if other is None else other.wait(float(_TIMEOUT_S))
     finally:
         if other is not None and other.poll() is None:

@@ -1,6 +1,6 @@
 """Sessions over windows, whole, without a GPU: ranks are threads, and the module is compiled for the host.
 
-The entry points, structs, signals and deadlines are the real ones (see ``host_windows.h``); so is everything above.
+The entry points, structs, signals and deadlines are the real ones (see ``comm_core/testing/host_windows.h``); so is everything above.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import ctypes
 import gc
 import logging
 import re
-import subprocess
 import threading
 import time
 import warnings
@@ -42,6 +41,7 @@ from comm_core.memory import in_process
 from comm_core.memory.in_process import InProcessMemory
 from comm_core.plugins.hookspecs import API_VERSION, hookimpl
 from comm_core.testing import reference
+from comm_core.testing.host_modules import HOST_WINDOWS, compile_for_host
 from comm_core.testing.ranks import run_threads
 from comm_core.testing.reference import assert_same_bits, bits, make_input
 from comm_core.transport.interface import Verdict
@@ -61,13 +61,7 @@ PACKAGE = Path(comm_core.__file__).parent
 def module(tmp_path_factory: pytest.TempPathFactory) -> Module:
     """The module of windows, compiled for the host and loaded as every module is."""
     folder = tmp_path_factory.mktemp("host")
-    text = (PACKAGE / "csrc" / "windows.cu").read_text(encoding="utf-8")
-    calls = re.sub(r"<<<.*?>>>\(", "(", text, flags=re.DOTALL)
-    source = folder / "windows.cpp"
-    source.write_text(f'#include "{Path(__file__).with_name("host_windows.h")}"\n{calls}', encoding="utf-8")
-    library = folder / "windows.so"
-    command = ["g++", "-std=c++17", "-O1", "-fPIC", "-shared", f"-I{PACKAGE / 'include'}", "-o", str(library)]
-    subprocess.run([*command, str(source), "-w"], check=True, timeout=60)
+    library = compile_for_host(WINDOWS, PACKAGE, HOST_WINDOWS, folder)
     return Module(WINDOWS, Artifact(WINDOWS.name, "host", library, {"archs": []}, {}))
 
 

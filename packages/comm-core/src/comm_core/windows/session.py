@@ -81,12 +81,10 @@ class WindowSession(TransportSession):
         # Never dropped before the end: a captured call keeps the address of its table.
         self._tables: dict[Plan, tuple[int, torch.Tensor, Any]] = {}
         self._last_stream: int | None = None
-        size = self._group.size
         signals = map_jointly(stages, SIGNAL_BYTES, device, form=form, what="signals")
         self.memory_form = signals.form
         self.windows = WindowSet(self._group, device, signals.form, self._view)
-        self.windows.add_in(stages, staging_bytes, "staging")
-        self.windows.add_in(stages, gather.window_bytes(size), "small gathers")
+        self._allocate(stages, staging_bytes)
         # Nobody signals before this step is over on every rank, so the blocks are zero when the first one does.
         stages.step("clear", lambda: self._clear(signals.addresses[self._group.rank]))
         stages.step("arm", self._arm, lambda _: self._disarm())
@@ -103,6 +101,11 @@ class WindowSession(TransportSession):
         watch(self)
 
     # Set-up
+
+    def _allocate(self, stages: Transaction, staging_bytes: int) -> None:
+        """Allocate the windows that the session begins with; that of number 0 stages outputs."""
+        self.windows.add_in(stages, staging_bytes, "staging")
+        self.windows.add_in(stages, gather.window_bytes(self._group.size), "small gathers")
 
     def _view(self, address: int, nbytes: int) -> torch.Tensor:
         from comm_core.memory.strided import pack_strided_memory
