@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from comm_lowp.sage2.grid import LAYOUTS, SM89_SM120, SM90, Grid
 
 BF16, F16 = torch.bfloat16, torch.float16
+Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class Case(NamedTuple):
@@ -40,11 +42,16 @@ class Case(NamedTuple):
         """Return a rank's rows of a gathered tensor: a view."""
         return x[:, rank * self.rows : (rank + 1) * self.rows]
 
+    def shards(self, values: Sequence[torch.Tensor], rank: int, device: torch.device | None = None) -> Operands:
+        """Return a rank's rows of gathered q, k and v: views, or on another device copies."""
+        q, k, v = (self.shard(x, rank) if device is None else self.shard(x, rank).to(device) for x in values)
+        return q, k, v
+
 
 KINDS = ("graded", "bias", "zeros", "constant", "outlier", "tiny")
 
 
-def operands(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def operands(case: Case) -> Operands:
     """Return gathered q, k and v ``[B, S, H, D]``, zero from the used rows on.
 
     Magnitudes change by row and channels have biases, because plain random numbers hide mistakes of group and mean.

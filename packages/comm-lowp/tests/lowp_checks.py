@@ -47,8 +47,8 @@ def whole(
     device, size = kernels.device, case.ranks
     if q is None:
         q, k, v = (x.to(device) for x in lowp_cases.operands(case))
-    before = [x.cpu() for x in (q, k, v)]
-    shards = [[case.shard(x, rank) for x in (q, k, v)] for rank in range(size)]
+    before = (q.cpu(), k.cpu(), v.cpu())
+    shards = [case.shards((q, k, v), rank) for rank in range(size)]
     flats, scratches, contexts = [], [], []
     for rank, grid in enumerate(case.grids):
         scratch = kernels.scratch(grid, case.dtype)
@@ -57,7 +57,7 @@ def whole(
         flat = torch.full((grid.statistics_elems,), torch.nan, device=device)
         kernels.statistics(*shards[rank], grid, flat, scratch, pdl=pdl)
         wanted = torch.empty(grid.statistics_elems)
-        context = primitives.torch_statistics(*(case.shard(x, rank) for x in before), grid, wanted)
+        context = primitives.torch_statistics(*case.shards(before, rank), grid, wanted)
         assert torch.equal(flat.cpu(), wanted)
         assert torch.equal(scratch.q_amax.cpu(), context.partials.q_amax)
         flats.append(flat)
@@ -77,7 +77,7 @@ def whole(
         assert torch.equal(final.k_amax.cpu(), record.k_amax)
         assert torch.equal(final.v_scale.cpu(), record.v_scale)
         payload = torch.empty(size, grid.payload.chunk_bytes, dtype=torch.uint8)
-        primitives.torch_pack(*(case.shard(x, rank) for x in before), record, payload)
+        primitives.torch_pack(*case.shards(before, rank), record, payload)
         oracle.assert_same_bytes(sent[rank], payload, f"payload of rank {rank}")
         scales.append(own)
     wanted = expected(case, *before)

@@ -93,6 +93,10 @@ class HostSession:
         return read_stall(bytes(self.record.tolist()))
 
 
+def session_of(scatter: DirectScatter) -> Any:
+    return scatter._session
+
+
 def prepare(kernels: Kernels, case: Case, timeout_s: float = 30.0, poison: bool = True) -> list[DirectScatter]:
     memory = Memory(case.ranks, direct_window_bytes(case.grids[0])[0])
     return [
@@ -109,7 +113,7 @@ def exchange(group: Group, scatters: Sequence[DirectScatter], cases: Sequence[Ca
         outs = outputs(case.grids[rank], CPU)
         if skew and number % case.ranks == rank:
             threading.Event().wait(0.05)
-        scatters[rank](*(case.shard(x, rank) for x in operands), outs)
+        scatters[rank](*case.shards(operands, rank), outs)
         check(case, expected(case, *operands), outs, rank)
     return len(cases)
 
@@ -135,7 +139,7 @@ def test_calls_in_a_row_equal_the_gathered_quantization(kernels: Kernels, case: 
 
 def missing(group: Group, scatters: Sequence[DirectScatter], case: Case, absent: int, late: bool) -> Any:
     rank = group.rank
-    operands = [case.shard(x, rank) for x in lowp_cases.operands(case)]
+    operands = case.shards(lowp_cases.operands(case), rank)
     good, outs = outputs(case.grids[rank], CPU), outputs(case.grids[rank], CPU)
     scatters[rank](*operands, good)
     kept = [out.clone() for out in good]
@@ -153,7 +157,7 @@ def missing(group: Group, scatters: Sequence[DirectScatter], case: Case, absent:
     for out, same in zip(good, kept, strict=True):
         oracle.assert_same_bytes(out, same, "an earlier output")
     unchanged = [torch.equal(x, y.window.local[:payload]) for x, y in zip(before, scatters, strict=True)]
-    return outs, scatters[rank]._session.stall, all(unchanged)
+    return outs, session_of(scatters[rank]).stall, all(unchanged)
 
 
 def poisoned(outs: Sequence[torch.Tensor]) -> bool:
@@ -181,32 +185,32 @@ def test_outputs_are_left_alone_where_that_was_asked_for(kernels: Kernels) -> No
     case = Case(2, 1, 40, 1, 64, 80, torch.bfloat16, "sage2_sm90", 1)
     scatters = prepare(kernels, case, timeout_s=0.2, poison=False)
     outs = outputs(case.grids[0], CPU)
-    scatters[0](*(case.shard(x, 0) for x in lowp_cases.operands(case)), outs)
-    assert scatters[0]._session.stall.waited_for == 1
+    scatters[0](*case.shards(lowp_cases.operands(case), 0), outs)
+    assert session_of(scatters[0]).stall.waited_for == 1
     assert not poisoned(outs[:3])
 
 
 def refused(change: Callable[[DirectScatter], None], kernels: Kernels, case: Case, text: str) -> None:
     scatter = prepare(kernels, case)[0]
     change(scatter)
-    signals = [block.clone() for block in scatter._session.memory.signals]
+    signals = [block.clone() for block in session_of(scatter).memory.signals]
     with pytest.raises(ArgumentValueError, match=text):
-        scatter(*(case.shard(x, 0) for x in lowp_cases.operands(case)), outputs(case.grids[0], CPU))
-    for block, before in zip(scatter._session.memory.signals, signals, strict=True):
+        scatter(*case.shards(lowp_cases.operands(case), 0), outputs(case.grids[0], CPU))
+    for block, before in zip(session_of(scatter).memory.signals, signals, strict=True):
         assert torch.equal(block, before)
 
 
 def test_mistakes_are_refused_before_a_signal_is_given(kernels: Kernels) -> None:
     case = Case(2, 1, 40, 1, 64, 80, torch.bfloat16, "sage2_sm90", 1)
 
-    def blocks(scatter: DirectScatter) -> None:
+    def blocks(scatter: Any) -> None:
         scatter._tail = (*scatter._tail[:-1], 17)
 
-    def offset(scatter: DirectScatter) -> None:
+    def offset(scatter: Any) -> None:
         scatter._tail = (*scatter._tail[:16], 64, *scatter._tail[17:])
 
-    def rank(scatter: DirectScatter) -> None:
-        scatter._session = HostSession(scatter._session.memory, 1, 1.0)
+    def rank(scatter: Any) -> None:
+        scatter._session = HostSession(session_of(scatter).memory, 1, 1.0)
 
     refused(blocks, kernels, case, "at most 16 are sure to run at once")
     refused(offset, kernels, case, "overlap the payload")

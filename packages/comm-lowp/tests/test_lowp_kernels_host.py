@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import lowp_cases
@@ -69,10 +70,10 @@ def test_strides_of_single_dimensions_need_not_be_aligned(kernels: Kernels) -> N
     whole(kernels, case, odd, k, v)
 
 
-def single(kernels: Kernels, layout: str) -> tuple[Case, Grid, list[torch.Tensor], Final]:
+def single(kernels: Kernels, layout: str) -> tuple[Case, Grid, lowp_cases.Operands, Final]:
     case = Case(1, 2, 90, 3, 64, 90, torch.bfloat16, layout, 12)
     (grid,) = case.grids
-    values = list(lowp_cases.operands(case))
+    values = lowp_cases.operands(case)
     flat, scratch = torch.empty(1, grid.statistics_elems), kernels.scratch(grid, case.dtype)
     kernels.statistics(*values, grid, flat, scratch)
     final = kernels.final(grid, case.dtype)
@@ -87,17 +88,18 @@ def test_a_part_leaves_the_other_sections_alone(kernels: Kernels, layout: str) -
     full = torch.empty(1, spec.chunk_bytes, dtype=torch.uint8)
     kernels.quant_pack(q, k, v, final, grid, [full.data_ptr()])
     ends = [0, spec.k_offset, spec.v_offset, spec.q_scale_offset, spec.k_scale_offset, spec.chunk_bytes]
-    for parts in range(1, 8):
-        for scales in (False, True):
-            some = torch.full_like(full, 0xA5)
-            operands = [x if parts >> i & 1 else None for i, x in enumerate((q, k, v))]
-            kernels.quant_pack(*operands, final, grid, [some.data_ptr()], scales=scales)
-            written = [bool(parts >> i & 1) for i in range(3)]
-            written += [scales and written[0], scales and written[1]]
-            for i, was in enumerate(written):
-                section = slice(ends[i], ends[i + 1])
-                expected = full[:, section] if was else torch.full_like(full[:, section], 0xA5)
-                assert torch.equal(some[:, section], expected), (parts, scales, i)
+    for parts, with_q, with_k, scales in itertools.product(range(1, 8), *[(False, True)] * 3):
+        a, b, c = (x if parts >> i & 1 else None for i, x in enumerate((q, k, v)))
+        if (a is not None and not with_q) or (b is not None and not with_k):
+            continue  # they can't be quantized
+        some = torch.full_like(full, 0xA5)
+        given = final.k_mean, final.q_amax if with_q else None, final.k_amax if with_k else None, final.v_scale
+        kernels.quant_pack(a, b, c, given, grid, [some.data_ptr()], scales=scales)
+        written = [a is not None, b is not None, c is not None, scales and with_q, scales and with_k]
+        for i, was in enumerate(written):
+            section = slice(ends[i], ends[i + 1])
+            expected = full[:, section] if was else torch.full_like(full[:, section], 0xA5)
+            assert torch.equal(some[:, section], expected), (parts, with_q, with_k, scales, i)
 
 
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))

@@ -45,7 +45,7 @@ PART_Q = 1
 PART_K = 2
 PART_V = 4
 PART_SCALES = 8
-"""Also write the scales of Q and K (of those that take part), the gap behind each and the tail."""
+"""Also write the scales of Q and K (as far as their amax is given), and the bytes behind them."""
 ALL_PARTS = PART_Q | PART_K | PART_V | PART_SCALES
 
 _PDL = 1
@@ -348,12 +348,12 @@ class Kernels:
             q: ``[B, L, H, D]`` on 16-byte aligned rows, any strides; None leaves its section alone.
             k: likewise.
             v: likewise.
-            final: k_mean, q_amax, k_amax, v_scale as in `Final`; what no operand needs may be None.
+            final: k_mean, q_amax, k_amax, v_scale as in `Final`; what nothing needs may be None.
             grid: this rank's place.
             destinations: P addresses of `chunk_bytes` each, 16-byte aligned: of a send buffer's chunks, or in the
                 peers' windows.
-            scales: whether to write the scales, the gap behind them and the tail too; then every byte of the payload
-                is written.
+            scales: whether to write the scales of Q and K too, of those whose amax is given, with the bytes behind
+                them. With all operands and all of `final` every byte of the payload is written.
             pdl: see above.
         """
         some = next(x for x in (q, k, v) if x is not None)
@@ -448,7 +448,7 @@ class DirectScatter:
         self._geometry_address = ctypes.addressof(self._geometry)
         self._storage = (*self.scratch.pointers, self.statistics.data_ptr(), *self.final.pointers)
         number: int = self.window.number  # type: ignore[attr-defined]  # windows of such sessions are numbered
-        self._tail = (
+        self._tail: tuple[int, ...] = (
             *_padded(self.window.peer_pointers),
             offset,
             number,

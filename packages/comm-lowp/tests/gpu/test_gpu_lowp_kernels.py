@@ -137,22 +137,24 @@ def test_64_mi_elements_equal_the_reference_on_the_gpu(loaded: Kernels, dtype: A
     case = Case(1, 1, (64 << 20) // (24 * dim) + 77, 24, dim, (64 << 20) // (24 * dim) - 50, dtype, layout, 0)
     (grid,) = case.grids
     generator = torch.Generator(DEVICE).manual_seed(7)
-    operands = []
-    for _ in range(3):
+
+    def one() -> torch.Tensor:
         x = torch.randn(grid.shape, generator=generator, device=DEVICE) * 3 + 1
         x[:, case.used :] = 0
-        operands.append(x.to(dtype))
+        return x.to(dtype)
+
+    q, k, v = one(), one(), one()
     flat = torch.empty(grid.statistics_elems, device=DEVICE)
-    context = primitives.torch_statistics(*operands, grid, flat)
+    context = primitives.torch_statistics(q, k, v, grid, flat)
     record = primitives.torch_final(flat.view(1, -1), context)
     payload = torch.empty(1, grid.payload.chunk_bytes, dtype=torch.uint8, device=DEVICE)
-    primitives.torch_pack(*operands, record, payload)
+    primitives.torch_pack(q, k, v, record, payload)
     wanted = outputs(grid, DEVICE)
     primitives.torch_unpack(payload, grid, wanted[:5])
     held = held_storage(loaded, case)
     for _ in range(2):
         outs = outputs(grid, DEVICE)
-        end_to_end(loaded, case, *operands, outs, held)
+        end_to_end(loaded, case, q, k, v, outs, held)
         assert torch.equal(held[2][0], flat)
         assert torch.equal(held[3], payload)
         for out, other in zip(outs[:5], wanted[:5], strict=True):
@@ -188,7 +190,7 @@ def open_session(group: Any) -> tuple[UlyssesCommunicator, Any]:
 
 def encode(direct: DirectScatter, case: Case, rank: int, device: torch.device, outs: Any = None) -> Any:
     """Exchange the operands of a case."""
-    shards = [case.shard(x, rank).to(device) for x in lowp_cases.operands(case)]
+    shards = case.shards(lowp_cases.operands(case), rank, device)
     outs = outputs(case.grids[rank], device) if outs is None else outs
     direct(*shards, outs)
     return outs
@@ -240,10 +242,11 @@ def unchecked(group: Any, case: Case, rounds: int) -> bool:
     comm, session = open_session(group)
     with comm:
         direct = kernels.load(comm.device).direct(session, case.grids[rank], case.dtype)
-        inputs, results = [], []
+        inputs: list[lowp_cases.Operands] = []
+        results: list[Any] = []
         for seed in range(rounds):
             values = lowp_cases.operands(case._replace(seed=seed))
-            inputs.append([case.shard(x, rank).to(comm.device) for x in values])
+            inputs.append(case.shards(values, rank, comm.device))
             results.append(outputs(case.grids[rank], comm.device))
         streams = [torch.cuda.Stream(), torch.cuda.current_stream()]
         torch.cuda.synchronize()
@@ -269,7 +272,7 @@ def replay(group: Any, case: Case) -> bool:
     comm, session = open_session(group)
     with comm:
         direct = kernels.load(comm.device).direct(session, case.grids[rank], case.dtype)
-        shards = [case.shard(x, rank).to(comm.device).clone() for x in lowp_cases.operands(case)]
+        shards = case.shards(lowp_cases.operands(case), rank, comm.device)
         outs = outputs(case.grids[rank], comm.device)
         direct(*shards, outs)
         torch.cuda.synchronize()
@@ -299,7 +302,7 @@ def stall(group: Any, case: Case, captured: bool) -> Any:
     rank = group.rank()
     comm, session = open_session(group)
     direct = kernels.load(comm.device).direct(session, case.grids[rank], case.dtype)
-    shards = [case.shard(x, rank).to(comm.device) for x in lowp_cases.operands(case)]
+    shards = case.shards(lowp_cases.operands(case), rank, comm.device)
     outs = outputs(case.grids[rank], comm.device)
     direct(*shards, outs)
     torch.cuda.synchronize()

@@ -12,9 +12,9 @@ from typing import Annotated, Any
 import typer
 
 from comm_core.errors import CommError
-from comm_lowp.bench.goals import FULL, QUICK
+from comm_lowp.bench.goals import EXCHANGES, FULL, QUICK
 
-__all__ = ["app", "table"]
+__all__ = ["app", "exchange_lines", "table"]
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -33,9 +33,64 @@ def table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return lines
 
 
+def exchange_lines(row: Mapping[str, Any]) -> list[str]:
+    """Return lines of text about one exchange between ranks."""
+    reached = "reached" if row["ratio"] <= row["goal"] else "missed"
+    host = "reached" if row["host"] <= row["host_goal"] else "missed"
+    graph = "not captured" if row["graph"] is None else f"{row['graph']:.1f} µs in a graph"
+    return [
+        f"{row['problem']} over {row['transport']} ({row['route']}), {row['layout']}",
+        f"  scatter_qkv            {row['scatter_qkv']:>9.1f} µs, {graph}",
+        f"  what it replaces       {row['exchange and quantize']:>9.1f} µs: three exchanges "
+        f"{row['three exchanges']:.1f}, quantization {row['quantization']:.1f}",
+        f"  ratio                  {row['ratio']:>9.3f}     goal {row['goal']:.2f}: {reached}",
+        f"  host                   {row['host']:>9.1f} µs  goal {row['host_goal']:.0f}: {host}",
+    ]
+
+
+def _exchanges(ranks: int, backend: str | None, quick: bool, only: int | None) -> list[dict[str, Any]]:
+    """Measure the exchanges between ranks that this process starts; print each."""
+    import os
+
+    import torch
+
+    from comm_core.testing.ranks import RankPool
+    from comm_lowp.bench import exchange
+
+    apart = torch.cuda.device_count() >= ranks
+    os.environ.update({"NCCL_NVLS_ENABLE": "0"} if apart else {"COMM_ALLOW_SHARED_GPU": "1"})
+    chosen = backend or ("nvlink" if apart else "windows")
+    problems = EXCHANGES[1:3] if quick else EXCHANGES
+    if only is not None:
+        problems = problems[only : only + 1]
+    pool = RankPool(
+        ranks,
+        backend="cpu:gloo,cuda:nccl" if apart else "gloo",
+        group_timeout_s=120,
+        preload=("comm_lowp.bench.exchange",),
+        strict_warnings=False,
+    )
+    rows: list[dict[str, Any]] = []
+    try:
+        for problem in problems:
+            job = exchange.Job(problem, chosen, 5 if quick else 9)
+            rows.append(exchange.row(problem, pool.run(exchange.measure, job, ranks=ranks, timeout_s=180.0)))
+            print("\n" + "\n".join(exchange_lines(rows[-1])), flush=True)
+    finally:
+        pool.close()
+    return rows
+
+
 @app.command()
 def lowp(
     quick: Annotated[bool, typer.Option("--quick", help="Two problems and fewer batches.")] = False,
+    ranks: Annotated[
+        int, typer.Option("--ranks", "-n", min=1, max=16, help="2 or more: scatter_qkv between that many ranks.")
+    ] = 1,
+    backend: Annotated[
+        str | None,
+        typer.Option("--backend", "-b", help="Of the ranks. [nvlink with a GPU each, else windows on one GPU]"),
+    ] = None,
     only: Annotated[
         int | None, typer.Option("--only", metavar="N", help="Of the problems only number N, from 0 on.")
     ] = None,
@@ -44,10 +99,10 @@ def lowp(
     ] = None,
     out: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results.")] = None,
 ) -> None:
-    """Measure the passes of the low-precision exchange on one GPU, beside the floor of its memory.
+    """Measure the low-precision exchange: its passes on one GPU beside the floor of its memory, or between ranks.
 
-    The bytes are compared with the reference before anything is timed. Exits with 1 if that fails or there is no GPU;
-    a missed goal is no failure.
+    Between ranks it is compared with three 16-bit exchanges and one device's quantization. The bytes are compared
+    before anything is timed. Exits with 1 if that fails or there is no GPU; a missed goal is no failure.
     """
     import torch
 
@@ -63,6 +118,15 @@ def lowp(
     batches = 5 if quick else 9
     began = time.monotonic()
     rows: list[dict[str, Any]] = []
+    if ranks > 1:
+        try:
+            rows = _exchanges(ranks, backend, quick, only)
+        except (CommError, AssertionError) as error:
+            print(f"bench lowp: {error}", file=sys.stderr)
+            raise typer.Exit(1) from None
+        _write(out, torch.cuda.get_device_name(device), rows, ranks=ranks)
+        print(f"\n{time.monotonic() - began:.0f} s")
+        return
     try:
         bandwidth = passes.measure_bandwidth(device, batches)
         print(
@@ -77,13 +141,12 @@ def lowp(
     except CommError as error:
         print(f"bench lowp: {error}", file=sys.stderr)
         raise typer.Exit(1) from None
-    if out is not None:
-        document = {
-            "benchmark": "lowp",
-            "schema": 1,
-            "device": torch.cuda.get_device_name(device),
-            "bandwidth": {"read_bytes_per_s": bandwidth.read, "copy_bytes_per_s": bandwidth.copy},
-            "rows": rows,
-        }
-        out.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    measured = {"read_bytes_per_s": bandwidth.read, "copy_bytes_per_s": bandwidth.copy}
+    _write(out, torch.cuda.get_device_name(device), rows, ranks=1, bandwidth=measured)
     print(f"\n{time.monotonic() - began:.0f} s")
+
+
+def _write(out: Path | None, device: str, rows: Sequence[Mapping[str, Any]], **more: Any) -> None:
+    if out is not None:
+        document = {"benchmark": "lowp", "schema": 1, "device": device, **more, "rows": list(rows)}
+        out.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

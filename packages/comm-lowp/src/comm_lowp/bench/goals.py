@@ -6,13 +6,27 @@ from dataclasses import dataclass
 
 from comm_lowp.sage2.grid import LAYOUTS, Grid
 
-__all__ = ["GOALS", "PASSES", "Problem", "least_bytes"]
+__all__ = [
+    "EXCHANGES",
+    "EXCHANGE_GOAL",
+    "FULL",
+    "GOALS",
+    "HOST_GOAL_US",
+    "PASSES",
+    "QUICK",
+    "Exchange",
+    "Problem",
+    "least_bytes",
+]
 
 PASSES = ("statistics", "quantize and pack", "unpack")
 GOALS = {"statistics": 1.25, "quantize and pack": 1.25, "unpack": 1.35}
 """Pass -> the largest time that counts as reached, as a multiple of the floor."""
 
-MI = 1 << 20
+EXCHANGE_GOAL = 0.75
+"""scatter_qkv over NVLink, as a multiple of three 16-bit exchanges and one device's quantization."""
+HOST_GOAL_US = 40.0
+"""Microseconds of the host that one scatter_qkv over NVLink may take."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +69,33 @@ class Problem:
         return text + (" fused" if self.fused else "")
 
 
+@dataclass(frozen=True)
+class Exchange:
+    """A global operand ``[1, S, H, D]`` that ranks exchange.
+
+    Attributes:
+        tokens: S; they are rounded up to divide.
+        heads: H.
+        head_dim: D.
+        dtype: as in `Problem`.
+    """
+
+    tokens: int
+    heads: int
+    head_dim: int = 128
+    dtype: str = "bfloat16"
+
+    @property
+    def name(self) -> str:
+        """For tables."""
+        return f"S={self.tokens} H={self.heads} D={self.head_dim} {self.dtype}"
+
+    def shape(self, ranks: int) -> tuple[int, int, int, int]:
+        """Return the shape of one rank's operand."""
+        return 1, -(-self.tokens // ranks), self.heads, self.head_dim
+
+
+EXCHANGES = (Exchange(4608, 24), Exchange(32760, 40), Exchange(75600, 40), Exchange(65520, 40))
 QUICK = (Problem(16384, 32), Problem(32768, 32, 64, "float16", "sage2_sm89_sm120", ranks=2))
 FULL = (
     Problem(16384, 32),

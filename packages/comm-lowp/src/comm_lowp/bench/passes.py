@@ -10,7 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -72,7 +72,8 @@ def measure_bandwidth(device: torch.device, batches: int) -> Bandwidth:
         raise CommError("a copy that was to give the floor did not arrive")
     read = jit.load(BANDWIDTH, device).bind("comm_lowp_read_v1")
     sink = torch.zeros(1, dtype=torch.int32, device=device)
-    processors = int(torch.cuda.get_device_properties(device).multi_processor_count)
+    # torch's annotations of it are partial.
+    processors = int(cast("Any", torch.cuda).get_device_properties(device).multi_processor_count)
     stream = _cuda.raw_stream(device.index)
     best = min(
         statistics.median(

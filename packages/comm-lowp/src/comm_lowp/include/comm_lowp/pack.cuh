@@ -252,8 +252,8 @@ __global__ void __launch_bounds__(kPackThreads, 3)
     const uint32_t block = blockIdx.x - p.data_blocks;
     const uint32_t thread = block % kPackScaleBlocks * kPackThreads + threadIdx.x;
     const uint32_t threads = kPackScaleBlocks * kPackThreads;
-    if (p.parts & kPartQ) write_scales(p, block / kPackScaleBlocks, false, thread, threads);
-    if (p.parts & kPartK) write_scales(p, block / kPackScaleBlocks, true, thread, threads);
+    if (p.q_amax != nullptr) write_scales(p, block / kPackScaleBlocks, false, thread, threads);
+    if (p.k_amax != nullptr) write_scales(p, block / kPackScaleBlocks, true, thread, threads);
     return;
   }
   uint32_t i = blockIdx.x;
