@@ -18,6 +18,11 @@
 // They are apart because stores to a peer that wait for the link hold up every other store of their
 // SM: shared, the SMs would take the time for both, one after the other.
 //
+// Staging of small exchanges is doubled, one half for even and one for odd operations, and a sender
+// that knows (from the hosts, in a captured graph) that a peer stages stores there at once; it sees
+// the peer's announcement before it flags the data. That is safe: to have come to operation n + 2, it
+// has seen the peer's announcement of n + 1, and the peer announces that after it has copied n out.
+//
 // Flags of slices and chunks hold the number of the operation and are compared for equality. That
 // is exact: a sender writes the flag of a later operation only after this rank has announced that
 // one, hence after it has read this flag. And a flag that lies still is not taken for reached after
@@ -108,6 +113,12 @@ struct ExchangeParams {
   // Where the host was told that rank p wants its data, for the ranks of `by_engines`.
   uint64_t expected_offset[kMaxPeers];
   uint32_t expected_window[kMaxPeers];
+  // The landing of operation n is `landing + (n % 2) * half_bytes`; 0 where it is not doubled.
+  uint64_t half_bytes;
+  // Doubled staging of rank p as this rank maps it, where the host was told that p stages this
+  // exchange there; else null, and its announcement is waited for.
+  char* early[kMaxPeers];
+  uint64_t early_half_bytes;
 };
 
 // Wait until `flag` holds exactly `target`; otherwise as wait_flag.
@@ -136,6 +147,22 @@ COMM_HD bool await_flag(const Call& call, const uint32_t* flag, uint32_t sender)
   return false;
 }
 
+// Leave the operation, one thread of each of its `blocks` blocks, as `leave` does
+// (comm_core/barrier.cuh); but a block says whether it was complete. One that was not has seen the
+// abort word, so the last one need not look at it: that look would be the last thing before the
+// kernel ends, and as long as a small exchange's handshake.
+COMM_HD bool depart(const Call& call, uint32_t blocks, bool complete, bool* broken) {
+  constexpr uint32_t kStopped = 1u << 16;  // in the counter of blocks, above their number
+  SignalBlock* own = own_block(call);
+  uint32_t before = add_acq_rel(&own->exits.value, complete ? 1 : 1 + kStopped);
+  if (before % kStopped != blocks - 1) return false;
+  store_relaxed(&own->exits.value, 0);
+  *broken = !complete || before >= kStopped;
+  if (*broken) note_abort(own, call.operation, call.epoch, call.record);
+  store_relaxed(&own->epoch.value, call.epoch);
+  return true;
+}
+
 // Count this operation in the lines by which kernels of other modules on the same signals wait for
 // data (comm_core/barrier.cuh, mark_done), so that these never fall behind. Nobody waits for them in
 // this operation, so it is done early, when it costs nothing. A group.
@@ -151,6 +178,13 @@ COMM_HD void keep_up(const Call& call) {
 #endif
 }
 
+// A peer announced another place than its host had told this one's: the ranks run different calls.
+COMM_HD void refuse_announcement(const Call& call, uint32_t peer) {
+  Call bad = call;
+  bad.operation |= kBadAnnouncement;
+  stop(bad, Wait::kTimedOut, peer);
+}
+
 // The part of `open_kernel` that concerns one peer: wait for its announcement, and compare it with
 // what the host was told, because the copy engines are about to write there. One thread.
 //
@@ -161,9 +195,7 @@ COMM_HD bool open_engine_peer(const ExchangeParams& p, const Call& call, uint32_
   if (open_peer(p.session, call, peer, p.target_bytes) == nullptr) return false;
   const Announcement& said = own_block(call)->ready[peer];
   if (said.window == p.expected_window[peer] && said.offset == p.expected_offset[peer]) return true;
-  Call bad = call;
-  bad.operation |= kBadAnnouncement;
-  stop(bad, Wait::kTimedOut, peer);
+  refuse_announcement(call, peer);
   return false;
 }
 
@@ -311,15 +343,15 @@ __device__ __noinline__ bool copy_list(const Record* record, uint32_t list, char
 // The end of a kernel that settles the operation, in all threads of every block; `complete`: nothing
 // was left out in this block.
 __device__ __forceinline__ void settle(const ExchangeParams& p, const Call& call, bool complete) {
-  __shared__ bool spoil;
   complete = __syncthreads_and(complete);
+  if (threadIdx.x >= 32) return;
+  bool spoil = false;
   if (threadIdx.x == 0) {
-    // Whoever left something out has seen the abort word.
-    bool last = leave(call, gridDim.x);
-    spoil = last && p.session.poison && aborted(call);
+    bool broken;
+    spoil = depart(call, gridDim.x, complete, &broken) && broken && p.session.poison;
   }
-  __syncthreads();
-  if (spoil) poison(p.output, p.target_bytes);
+  if (!__any_sync(0xffffffffu, spoil)) return;
+  for (uint64_t at = threadIdx.x; at < p.target_bytes; at += 32) p.output[at] = char(0xff);
 }
 
 // Bytes of a block's record that are brought to shared memory; one that is larger is read where it
@@ -338,12 +370,25 @@ __device__ __forceinline__ bool serve(const ExchangeParams& p, const Call& call,
   Flags* own = p.flags[session.rank];
   Flags* theirs = p.flags[peer];
 
-  if (threadIdx.x == 0)
+  const uint64_t half = (call.epoch & 1) * p.half_bytes;
+  char* early = p.early[peer];
+  if (early != nullptr) {
+    early += (call.epoch & 1) * p.early_half_bytes;
+    running = running && copy_list(record, kHead, early, p.sources, abort);
+  }
+  if (threadIdx.x == 0) {
     target = running ? open_peer(session, call, peer, p.target_bytes) : nullptr;
+    if (target != nullptr && early != nullptr && target != early) {
+      refuse_announcement(call, peer);
+      target = nullptr;
+    }
+  }
   running = __syncthreads_and(running);
   running = running && target != nullptr;
-  running = running && copy_list(record, kHead, target, p.sources, abort);
-  running = __syncthreads_and(running);
+  if (early == nullptr) {
+    running = running && copy_list(record, kHead, target, p.sources, abort);
+    running = __syncthreads_and(running);
+  }
   if (running && threadIdx.x == 0)
     store_release(&theirs->slice[session.rank][slice].value, call.epoch);
 
@@ -359,7 +404,7 @@ __device__ __forceinline__ bool serve(const ExchangeParams& p, const Call& call,
   }
 
   const bool staged = p.output != p.landing;
-  const char* landing[1] = {p.landing};
+  const char* landing[1] = {p.landing + half};
   for (uint32_t part = 0; running && part <= p.chunks; ++part) {
     if (threadIdx.x == 0) {
       const uint32_t* flag =
@@ -394,7 +439,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const Call call = start(session, p.operation);
   bool running = !aborted(call);
   if (p.announces && blockIdx.x == 0 && threadIdx.x < 32 && __all_sync(0xffffffffu, running)) {
-    announce_to_all(call, p.window, p.window_offset);
+    announce_to_all(call, p.window, p.window_offset + (call.epoch & 1) * p.half_bytes);
     keep_up(call);
   }
   __syncthreads();  // the record is there
