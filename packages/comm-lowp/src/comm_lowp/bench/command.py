@@ -6,15 +6,25 @@ import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from comm_core.errors import CommError
-from comm_lowp.bench.goals import EXCHANGES, FULL, QUICK
+from comm_lowp.bench.goals import EXCHANGES, FULL, QUICK, Exchange
 
 __all__ = ["app", "exchange_lines", "table"]
+
+_EXCHANGE_S = 180.0
+"""Seconds that one exchange may take to be prepared, compared and measured."""
+
+
+class _Where(str, Enum):
+    links = "links"
+    shared = "shared"
+
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -48,37 +58,35 @@ def exchange_lines(row: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _exchanges(ranks: int, backend: str | None, quick: bool, only: int | None) -> list[dict[str, Any]]:
-    """Measure the exchanges between ranks that this process starts; print each."""
+def _exchanges(ranks: int, where: str | None, backend: str | None, problems: Sequence[Exchange], batches: int) -> Any:
+    """Measure the exchanges between ranks; print each. Return the rows, or None on ranks that print nothing.
+
+    Raises:
+        CommError: a rank failed.
+    """
     import os
 
     import torch
 
-    from comm_core.testing.ranks import RankPool
+    from comm_core.bench import launch
     from comm_lowp.bench import exchange
 
-    apart = torch.cuda.device_count() >= ranks
-    os.environ.update({"NCCL_NVLS_ENABLE": "0"} if apart else {"COMM_ALLOW_SHARED_GPU": "1"})
-    chosen = backend or ("nvlink" if apart else "windows")
-    problems = EXCHANGES[1:3] if quick else EXCHANGES
-    if only is not None:
-        problems = problems[only : only + 1]
-    pool = RankPool(
-        ranks,
-        backend="cpu:gloo,cuda:nccl" if apart else "gloo",
-        group_timeout_s=120,
-        preload=("comm_lowp.bench.exchange",),
-        strict_warnings=False,
-    )
+    joined = int(os.environ["WORLD_SIZE"]) if launch.under_torchrun() else None
+    placement = launch.place("cuda", where, ranks, gpus=torch.cuda.device_count(), joined_ranks=joined)
+    chosen = backend or ("nvlink" if placement.where == "links" else "windows")
     rows: list[dict[str, Any]] = []
-    try:
+    with launch.ranks(placement, timeout_s=_EXCHANGE_S, preload=("comm_lowp.bench.exchange",)) as started:
         for problem in problems:
-            job = exchange.Job(problem, chosen, 5 if quick else 9)
-            rows.append(exchange.row(problem, pool.run(exchange.measure, job, ranks=ranks, timeout_s=180.0)))
-            print("\n" + "\n".join(exchange_lines(rows[-1])), flush=True)
-    finally:
-        pool.close()
-    return rows
+            results = started.run(
+                exchange.measure, exchange.Job(problem, placement, chosen, batches), timeout_s=_EXCHANGE_S
+            )
+            for rank, result in enumerate(results):
+                if result.error is not None:
+                    raise CommError(f"rank {rank}: {type(result.error).__name__}: {result.error}") from result.error
+            rows.append(exchange.row(problem, [result.value for result in results]))
+            if started.leader:
+                print("\n" + "\n".join(exchange_lines(rows[-1])), flush=True)
+        return rows if started.leader else None
 
 
 @app.command()
@@ -87,9 +95,13 @@ def lowp(
     ranks: Annotated[
         int, typer.Option("--ranks", "-n", min=1, max=16, help="2 or more: scatter_qkv between that many ranks.")
     ] = 1,
+    where: Annotated[
+        _Where | None,
+        typer.Option("--where", help="A GPU for each rank, or all ranks on one. [links if there are several]"),
+    ] = None,
     backend: Annotated[
         str | None,
-        typer.Option("--backend", "-b", help="Of the ranks. [nvlink with a GPU each, else windows on one GPU]"),
+        typer.Option("--backend", "-b", help="Of the ranks. [nvlink over links, windows on one GPU]"),
     ] = None,
     only: Annotated[
         int | None, typer.Option("--only", metavar="N", help="Of the problems only number N, from 0 on.")
@@ -112,21 +124,22 @@ def lowp(
         print("bench lowp: torch sees no CUDA device here (`commctl doctor` says more)", file=sys.stderr)
         raise typer.Exit(1)
     device = torch.device("cuda", torch.cuda.current_device())
-    problems = QUICK if quick else FULL
-    if only is not None:
-        problems = problems[only : only + 1]
     batches = 5 if quick else 9
     began = time.monotonic()
-    rows: list[dict[str, Any]] = []
+    picked = slice(None) if only is None else slice(only, only + 1)
     if ranks > 1:
+        exchanges = (EXCHANGES[1:3] if quick else EXCHANGES)[picked]
         try:
-            rows = _exchanges(ranks, backend, quick, only)
-        except (CommError, AssertionError) as error:
+            measured = _exchanges(ranks, None if where is None else where.value, backend, exchanges, batches)
+        except CommError as error:
             print(f"bench lowp: {error}", file=sys.stderr)
             raise typer.Exit(1) from None
-        _write(out, torch.cuda.get_device_name(device), rows, ranks=ranks)
-        print(f"\n{time.monotonic() - began:.0f} s")
+        if measured is not None:
+            _write(out, torch.cuda.get_device_name(device), measured, ranks=ranks)
+            print(f"\n{time.monotonic() - began:.0f} s")
         return
+    problems = (QUICK if quick else FULL)[picked]
+    rows: list[dict[str, Any]] = []
     try:
         bandwidth = passes.measure_bandwidth(device, batches)
         print(
@@ -141,8 +154,8 @@ def lowp(
     except CommError as error:
         print(f"bench lowp: {error}", file=sys.stderr)
         raise typer.Exit(1) from None
-    measured = {"read_bytes_per_s": bandwidth.read, "copy_bytes_per_s": bandwidth.copy}
-    _write(out, torch.cuda.get_device_name(device), rows, ranks=1, bandwidth=measured)
+    rates = {"read_bytes_per_s": bandwidth.read, "copy_bytes_per_s": bandwidth.copy}
+    _write(out, torch.cuda.get_device_name(device), rows, ranks=1, bandwidth=rates)
     print(f"\n{time.monotonic() - began:.0f} s")
 
 

@@ -14,6 +14,8 @@ from typing import Any, cast
 
 import torch
 
+from comm_core.bench import timing
+from comm_core.bench.launch import Placement
 from comm_core.errors import CommError, UnsupportedError
 from comm_lowp.bench.goals import EXCHANGE_GOAL, HOST_GOAL_US, Exchange
 
@@ -30,11 +32,13 @@ class Job:
 
     Attributes:
         problem: what is exchanged.
+        placement: which ranks run where.
         backend: transport.
         batches: of 9 calls each.
     """
 
     problem: Exchange
+    placement: Placement
     backend: str
     batches: int
 
@@ -101,8 +105,7 @@ def measure(group: Any, job: Job) -> dict[str, Any]:
 
     _register()
     problem, rank = job.problem, int(group.rank())
-    device = torch.device("cuda", rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
+    device = timing.bind(group, job.placement)
     shape = problem.shape(int(group.size()))
     dtype = getattr(torch, problem.dtype)
     nbytes = 2 * shape[0] * shape[1] * shape[2] * shape[3]
