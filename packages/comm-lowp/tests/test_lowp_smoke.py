@@ -28,7 +28,8 @@ def test_public_names_are_the_same_for_readers_type_checkers_and_users(module):
     """The lazy table, ``__all__``, and the imports that only type checkers see."""
     tree = ast.parse(Path(module.__file__).read_text(encoding="utf-8"))
     (seen,) = [node for node in tree.body if isinstance(node, ast.If)]
-    typed = {alias.name: item.module for item in seen.body for alias in item.names}
+    imports = [node for node in seen.body if isinstance(node, ast.ImportFrom)]
+    typed = {alias.name: node.module for node in imports for alias in node.names}
     assert typed == module._NAMES
     for name in module.__all__:
         assert getattr(module, name) is not None
