@@ -176,7 +176,7 @@ def ulysses_a2a(
         raise ArgumentValueError(f"sizes ({B}, {S_local}, {H}, {D}) must be positive, and H a multiple of {raw.size}")
     shapes = ((B, S_local, H, D), (B, S_local * raw.size, H // raw.size, D))
     for name, tensor, shape in (("inp", inp, shapes[mode]), ("out", out, shapes[1 - mode])):
-        if not isinstance(tensor, torch.Tensor):
+        if not isinstance(tensor, torch.Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ArgumentTypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
         if tuple(tensor.shape) != shape or not tensor.is_contiguous() or tensor.device != raw.device:
             raise ArgumentValueError(
