@@ -56,7 +56,8 @@ CONSUMERS = {
 
 def numbers(x: torch.Tensor) -> Array:
     """Return a tensor's values as fp32."""
-    return x.detach().cpu().float().numpy()
+    host: Any = x.detach().cpu().float()
+    return host.numpy()
 
 
 def widths(n: int, layout: str) -> tuple[int, int]:
@@ -184,7 +185,8 @@ def heads_of(name: str, x: Array, ranks: int, rank: int) -> Array:
 def raw(x: Any) -> Array:
     """Return the bytes of a tensor or an array."""
     if isinstance(x, torch.Tensor):
-        x = x.detach().cpu().contiguous().view(torch.uint8).numpy()
+        host: Any = x.detach().cpu().contiguous().view(torch.uint8)
+        x = host.numpy()
     return np.ascontiguousarray(x).view(np.uint8).ravel()
 
 
