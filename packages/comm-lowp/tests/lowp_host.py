@@ -1,7 +1,8 @@
-"""The kernels, compiled for the host: their code runs on CPU tensors, one fiber a CUDA thread (host_cuda.h)."""
+"""The kernels, compiled for the host: their code runs on CPU tensors, one fiber a CUDA thread (fiber_cuda.h)."""
 
 from __future__ import annotations
 
+import ctypes
 import shutil
 import subprocess
 from pathlib import Path
@@ -40,7 +41,7 @@ def build(folder: Path) -> Module:
     """Compile the module for the host and load it as every module is."""
     kernels = Path(str(comm_lowp.__file__)).parent / MODULE.sources[0]
     source = folder / "sage2.cpp"
-    header = Path(__file__).with_name("host_cuda.h")
+    header = Path(__file__).with_name("fiber_cuda.h")
     source.write_text(f'#include "{header}"\n#include "{kernels}"\n', encoding="utf-8")
     library = folder / "sage2.so"
     compile_host(source, library, "-shared")
@@ -48,6 +49,13 @@ def build(folder: Path) -> Module:
 
 
 def host_kernels(module: Module, monkeypatch: pytest.MonkeyPatch) -> Kernels:
-    """Return kernels that run on CPU tensors, at once."""
+    """Return kernels that run on CPU tensors, at once, as on a device that has programmatic dependent launch."""
     monkeypatch.setattr(_cuda, "raw_stream", lambda index: 0)
-    return Kernels(module, torch.device("cpu"), pdl=False)
+    return Kernels(module, torch.device("cpu"), pdl=True)
+
+
+def launches(module: Module) -> str:
+    """Return what this thread has launched since it last asked: "1" for a kernel that may start early, else "0"."""
+    ask = ctypes.CDLL(str(module.artifact.path)).host_launches
+    ask.restype = ctypes.c_uint64
+    return bin(ask())[3:]

@@ -84,23 +84,34 @@ def test_the_blocks_that_wait_for_other_ranks_fit_one_gpu(library: Artifact) -> 
         assert 108 * blocks_that_fit(item.registers, 256) >= 16 * int(blocks), item
 
 
-def test_no_operation_of_the_arithmetic_is_contracted_or_approximate(library: Artifact, tmp_path: Path) -> None:
-    """In PTX, where every operation carries its rounding; what is said there to be rounded stays so."""
+@pytest.fixture(scope="module")
+def ptx(tmp_path_factory: pytest.TempPathFactory) -> str:
+    cubin.require_nvcc()
+    output = tmp_path_factory.mktemp("ptx") / "sage2.ptx"
     flags = [*(flag for flag in COMPILE_FLAGS if not flag.startswith("-Xptxas")), "-arch=sm_90a"]
-    flags += lowp_host.include_flags()
-    ptx = tmp_path / "sage2.ptx"
-    done = subprocess.run(
-        [toolchain.find().nvcc, *flags, "-ptx", str(PACKAGE / "csrc" / "sage2.cu"), "-o", str(ptx)],
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
+    source = str(PACKAGE / "csrc" / "sage2.cu")
+    command = [toolchain.find().nvcc, *flags, *lowp_host.include_flags(), "-ptx", source, "-o", str(output)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stderr
-    text = ptx.read_text(encoding="utf-8")
+    return output.read_text(encoding="utf-8")
+
+
+def test_no_operation_of_the_arithmetic_is_contracted_or_approximate(ptx: str) -> None:
+    """In PTX, where every operation carries its rounding; what is said there to be rounded stays so."""
     for needed in ("div.rn.f32", "add.rn.f32", "sub.rn.f32", "mul.rn.f32", "cvt.rn.satfinite.e4m3x2"):
-        assert needed in text, needed
+        assert needed in ptx, needed
     for wrong in ("div.approx", "div.full", "rcp.approx", ".ftz", "fma.", "mad.rn.f32"):
-        assert wrong not in text, wrong
+        assert wrong not in ptx, wrong
+
+
+def test_kernels_that_wait_for_other_ranks_let_nothing_start_early(ptx: str) -> None:
+    """The blocks of the next kernel could keep the other ranks' kernels off a GPU that they share."""
+    bodies = re.split(r"\.visible \.entry ", ptx)[1:]
+    leads = {body.split("(")[0]: "griddepcontrol.launch_dependents" in body for body in bodies}
+    assert all("griddepcontrol.wait" in body for body in bodies) and len(leads) == 16
+    for name, lead in leads.items():
+        last = any(part in name for part in ("gather_kernel", "close_kernel", "unpack_kernel"))
+        assert lead is not last, name
 
 
 def test_headers_stand_alone_on_a_host(tmp_path: Path) -> None:

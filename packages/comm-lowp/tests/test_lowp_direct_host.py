@@ -215,3 +215,14 @@ def test_mistakes_are_refused_before_a_signal_is_given(kernels: Kernels) -> None
     refused(blocks, kernels, case, "at most 16 are sure to run at once")
     refused(offset, kernels, case, "overlap the payload")
     refused(rank, kernels, case, "rank 0 of 2, but the session is rank 1 of 2")
+
+
+@pytest.mark.parametrize(("pdl", "expected_launches"), [(None, "0111111"), (True, "1111111"), (False, "0000000")])
+def test_a_call_is_seven_kernels_of_which_the_first_waits_for_what_is_before(
+    module: Module, kernels: Kernels, pdl: bool | None, expected_launches: str
+) -> None:
+    case = Case(1, 1, 40, 1, 64, 40, torch.bfloat16, "sage2_sm90", 1)
+    (scatter,) = prepare(kernels, case)
+    lowp_host.launches(module)
+    scatter(*case.shards(lowp_cases.operands(case), 0), outputs(case.grids[0], CPU), pdl=pdl)
+    assert lowp_host.launches(module) == expected_launches

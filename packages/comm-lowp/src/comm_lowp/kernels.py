@@ -1,8 +1,9 @@
 """The CUDA kernels of the Sage2 encoding as Python sees them: the module's description and the calls into it.
 
 Arguments were checked by the callers. A call launches on the current stream of its device, allocates nothing and
-waits for nothing, so all of them can be captured in a CUDA graph. ``pdl`` asks for programmatic dependent launch;
-None is yes where the device has it (compute capability 9.0 and later).
+waits for nothing, so all of them can be captured in a CUDA graph. ``pdl`` asks for programmatic dependent launch on
+devices that have it (compute capability 9.0 and later): True for all kernels of a call, None for those that follow
+one of the same call, False for none.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ PART_SCALES = 8
 ALL_PARTS = PART_Q | PART_K | PART_V | PART_SCALES
 
 _PDL = 1
-"""Twin: csrc/sage2.cu, kProgrammatic."""
+_PDL_FIRST = 2
+"""Twins: csrc/sage2.cu, kProgrammatic and kProgrammaticFirst."""
 _CHUNK_ROWS = 256
 _SEGMENTS = 5
 """Twins: include/comm_lowp/geometry.cuh, kChunkRows and kSegments."""
@@ -193,7 +195,9 @@ class Kernels:
         return _cuda.device_guard(self.device)
 
     def _flags(self, pdl: bool | None) -> int:
-        return _PDL if (self.pdl if pdl is None else pdl and self.pdl) else 0
+        if not self.pdl or pdl is False:
+            return 0
+        return _PDL if pdl is None else _PDL | _PDL_FIRST
 
     # Storage
 

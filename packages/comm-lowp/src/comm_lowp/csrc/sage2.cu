@@ -17,8 +17,12 @@ using comm_lowp::View;
 // Names without a namespace, for the comparison of sizes at load time.
 typedef Geometry comm_lowp_geometry_v1;
 
-// Bits of `flags`. Twin: comm_lowp/kernels.py, _PDL.
-constexpr uint32_t kProgrammatic = 1;  // programmatic dependent launch
+// Bits of `flags`: which kernels of a call are launched with programmatic dependent launch. Twins:
+// comm_lowp/kernels.py, _PDL and _PDL_FIRST.
+constexpr uint32_t kProgrammatic = 1;  // those that follow one of the same call
+// The first one too. What it follows is somebody else's: if that waits for other ranks and lets its
+// successors start early (see `follow`), ranks that share a GPU can come to a standstill.
+constexpr uint32_t kProgrammaticFirst = 2;
 
 struct comm_lowp_statistics_args_v1 {
   COMM_ARGS;
@@ -105,6 +109,10 @@ struct comm_lowp_scatter_args_v1 {
 
 namespace {
 
+// The flags of the first kernel of a call, for `launch`.
+uint32_t first_of(uint32_t flags) { return flags & kProgrammaticFirst ? kProgrammatic : 0; }
+
+// `flags`: kProgrammatic or nothing.
 template <class Params>
 int launch(const char* name, void (*kernel)(Params), dim3 grid, uint32_t threads,
            cudaStream_t stream, uint32_t flags, const Params& params) {
@@ -117,7 +125,7 @@ int launch(const char* name, void (*kernel)(Params), dim3 grid, uint32_t threads
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
   config.attrs = &attribute;
-  config.numAttrs = flags & kProgrammatic ? 1 : 0;
+  config.numAttrs = flags & kProgrammatic;
   const cudaError_t error = cudaLaunchKernelEx(&config, kernel, params);
   return error == cudaSuccess ? COMM_OK : comm_fail_cuda(error, name, __FILE__, __LINE__);
 }
@@ -190,7 +198,8 @@ int run_statistics(const Geometry& g, const View& q, const View& k, const View& 
     kernel = g.bfloat16 ? comm_lowp::statistics_kernel<Bfloat16, 128>
                         : comm_lowp::statistics_kernel<Float16, 128>;
   }
-  COMM_TRY(launch("statistics_kernel", kernel, dim3(blocks), g.head_dim, stream, flags, params));
+  COMM_TRY(launch("statistics_kernel", kernel, dim3(blocks), g.head_dim, stream, first_of(flags),
+                  params));
   if (statistics == nullptr) return COMM_OK;
   comm_lowp::ReduceParams reduce = {g, partials, statistics};
   return launch("reduce_kernel",
@@ -259,7 +268,7 @@ COMM_EXPORT int comm_lowp_finalize_v1(const comm_lowp_finalize_args_v1* args) {
   comm_lowp::FinalizeParams params = {*args->geometry, args->gathered, args->mean,
                                       args->partials,  args->k_mean,   args->q_amax,
                                       args->k_amax,    args->v_scale,  args->own_v_scale};
-  return run_finalize(params, args->stream, args->flags);
+  return run_finalize(params, args->stream, first_of(args->flags));
 }
 
 COMM_EXPORT int comm_lowp_pack_v1(const comm_lowp_pack_args_v1* args) {
@@ -282,7 +291,7 @@ COMM_EXPORT int comm_lowp_pack_v1(const comm_lowp_pack_args_v1* args) {
     COMM_TRY(check_aligned("a destination", args->destinations[rank]));
     params.destinations[rank] = static_cast<uint8_t*>(args->destinations[rank]);
   }
-  return run_pack(&params, args->stream, args->flags);
+  return run_pack(&params, args->stream, first_of(args->flags));
 }
 
 COMM_EXPORT int comm_lowp_unpack_v1(const comm_lowp_unpack_args_v1* args) {
@@ -301,7 +310,7 @@ COMM_EXPORT int comm_lowp_unpack_v1(const comm_lowp_unpack_args_v1* args) {
   params.v = args->v;
   params.q_scale = args->q_scale;
   params.k_scale = args->k_scale;
-  return run_unpack(&params, args->scale_sequence, args->stream, args->flags);
+  return run_unpack(&params, args->scale_sequence, args->stream, first_of(args->flags));
 }
 
 COMM_EXPORT int comm_lowp_scatter_v1(const comm_lowp_scatter_args_v1* args) {

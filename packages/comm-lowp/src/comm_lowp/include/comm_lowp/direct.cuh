@@ -51,7 +51,7 @@ struct CloseParams {
 
 __global__ void __launch_bounds__(kGatherThreads, 3)
     gather_kernel(const __grid_constant__ GatherParams p) {
-  follow();
+  follow<false>();
   const comm::Session& session = p.session;
   const comm::Call call = comm::start(session, p.operation);
   __shared__ char* targets[comm::kMaxRanks];
@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(kGatherThreads, 3)
 
 // The end of the exchange of the payload. One warp.
 __global__ void __launch_bounds__(32) close_kernel(const __grid_constant__ CloseParams p) {
-  follow();
+  follow<false>();
   const comm::Session& session = p.session;
   const comm::Call call = comm::start(session, p.operation);
   if (!__any_sync(0xffffffffu, comm::aborted(call))) {

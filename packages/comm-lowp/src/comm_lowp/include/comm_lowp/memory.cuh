@@ -54,10 +54,15 @@ COMM_HD void store(void* address, const Vector& v) {
 
 // The first thing that every kernel does. Launched with programmatic dependent launch, a kernel
 // starts before the previous one has ended; nothing of that one's may be read or overwritten above
-// this line. The next kernel may start as well: it waits here in turn.
+// this line. `kLead`: the next kernel may start early as well, and waits here in turn.
+//
+// A kernel that waits for other ranks does not lead. The blocks of the next one would take what is
+// left of the GPU and hold it until this one has ended; where ranks share a GPU, that may be what
+// the other ranks' kernels need to come at all.
+template <bool kLead = true>
 COMM_HD void follow() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  if (kLead) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }

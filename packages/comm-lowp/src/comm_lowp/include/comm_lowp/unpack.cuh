@@ -173,7 +173,8 @@ template <uint32_t kDim>
 __global__ void __launch_bounds__(kUnpackThreads, 4)
     unpack_kernel(const __grid_constant__ UnpackParams p) {
   __shared__ __align__(16) uint8_t shared[kTileBytes + kTileBytes / kDim];
-  follow();
+  // What comes next is somebody else's.
+  follow<false>();
   const bool broken = p.abort != nullptr && __syncthreads_or(comm::load_relaxed(p.abort) != 0) != 0;
   uint32_t block = blockIdx.x;
   if (block < p.v_blocks) {
