@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any, cast
 
 from comm_core.errors import ArgumentTypeError, ArgumentValueError
@@ -27,6 +28,7 @@ __all__ = [
     "device_guard",
     "device_properties",
     "is_capturing",
+    "is_current",
     "is_initialized",
     "nccl_version",
     "normalize_device",
@@ -37,7 +39,9 @@ __all__ = [
 ]
 
 
+@cache
 def _import_torch() -> Any:
+    # Cached, because the current stream is asked for on every call, and even a second import takes a microsecond.
     return importlib.import_module("torch")
 
 
@@ -138,9 +142,15 @@ def is_capturing() -> bool:
     return bool(cuda.is_initialized()) and bool(cuda.is_current_stream_capturing())
 
 
+def is_current(index: int) -> bool:
+    """Return whether device `index` is the current one, and so needs no guard; a negative one, for a CPU, always is."""
+    return index < 0 or source()._C._cuda_getDevice() == index
+
+
 def raw_stream(index: int) -> int:
     """Return the handle of device `index`'s current stream, without the cost of a `torch.cuda.Stream` object."""
-    return int(source()._C._cuda_getCurrentRawStream(index))
+    stream: int = source()._C._cuda_getCurrentRawStream(index)
+    return stream
 
 
 def device_guard(device: torch.device) -> AbstractContextManager[object]:

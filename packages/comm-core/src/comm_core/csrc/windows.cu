@@ -1,7 +1,7 @@
 // The module of windows: exchanges between windows, barriers, and plans executed by the copy
 // engines. Python side: comm_core/windows/launch.py.
 #include <comm_core/abi.h>
-#include <comm_core/exchange.cuh>
+#include <comm_core/exchange_kernels.cuh>
 
 using comm::ExchangeParams;
 using comm::PlanEntry;

@@ -454,6 +454,7 @@ class FakeTorch:
             device=self._guard,
             nccl=SimpleNamespace(version=lambda: (2, 28, 9)),
         )
+        self._C = SimpleNamespace(_cuda_getDevice=lambda: self.current)
 
     def fail(self, call: str, error: Exception) -> None:
         """Let ``torch.cuda.<call>`` raise `error`."""

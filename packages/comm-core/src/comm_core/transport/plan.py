@@ -154,7 +154,7 @@ class Plan:
         """Bytes that come from each peer, in rank order."""
         return self._per_peer(self.receives)
 
-    @property
+    @cached_property
     def remote_send_bytes(self) -> int:
         """Bytes that leave this rank."""
         return sum(self.send_bytes) - self.send_bytes[self.rank]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -18,8 +17,7 @@ from comm_core.ulysses.workspace import UlyssesWorkspace
 __all__ = ["Call", "agree"]
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """A call whose arguments were found good on this rank.
 
     Attributes:

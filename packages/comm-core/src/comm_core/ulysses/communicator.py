@@ -29,18 +29,23 @@ from comm_core.selection import Asked, resolve
 from comm_core.transport import strided
 from comm_core.transport.interface import TransportSession
 from comm_core.transport.opening import Opened, open_transport
-from comm_core.ulysses import plans, validation
+from comm_core.ulysses import validation
 from comm_core.ulysses.arguments import Arguments
 from comm_core.ulysses.call import Call, agree
 from comm_core.ulysses.decision import UlyssesBackendDecision, passthrough
-from comm_core.ulysses.head_chunk import check_heads, check_qkv
-from comm_core.ulysses.validation import Limits, Shape, check_disjoint, positive_int, strides_of
-from comm_core.ulysses.workspace import UlyssesWorkspace, check_workspace
+from comm_core.ulysses.preparation import Preparation
+from comm_core.ulysses.validation import Limits, positive_int
+from comm_core.ulysses.workspace import UlyssesWorkspace
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 __all__ = ["UlyssesCommunicator"]
+
+# Every call needs these, and finding them in torch takes as long as they do.
+_is_grad_enabled = torch.is_grad_enabled
+_set_grad_enabled = torch._C._set_grad_enabled  # pyright: ignore[reportPrivateUsage] - what torch.no_grad calls
+_increment_version = torch.autograd.graph.increment_version
 
 _OPERATIONS = ("scatter_heads", "gather_heads", "exchange_chunks")
 
@@ -114,6 +119,9 @@ class UlyssesCommunicator:
         self._decision = UlyssesBackendDecision.of(opened.decision)
         self._topology_decision = UlyssesBackendDecision.of(opened.resolved)
         self._fallback_reason = opened.fallback_reason
+        self._ordinal = arguments.device.index if arguments.device.type == "cuda" else -1
+        properties = None if opened.session is None else opened.session.properties
+        self._preparation = Preparation(self._limits, self.rank, self.world_size, self.backend, properties)
 
     def _decide(self, asked: Asked) -> Opened:
         device = asked.device
@@ -220,7 +228,7 @@ class UlyssesCommunicator:
             ClosedError: after `close`.
             TransportError: the exchange failed; the communicator is then broken.
         """
-        return self._run("scatter_heads", lambda: self._whole("scatter_heads", x, out, dtype, workspace))
+        return self._run("scatter_heads", self._preparation.whole, "scatter_heads", x, out, dtype, workspace)
 
     def gather_heads(
         self,
@@ -234,7 +242,7 @@ class UlyssesCommunicator:
 
         The inverse of `scatter_heads`; arguments, result and errors as there, with ``S_global % world_size == 0``.
         """
-        return self._run("gather_heads", lambda: self._whole("gather_heads", x, out, dtype, workspace))
+        return self._run("gather_heads", self._preparation.whole, "gather_heads", x, out, dtype, workspace)
 
     def exchange_chunks(
         self, x: torch.Tensor, *, out: torch.Tensor | None = None, dtype: torch.dtype | None = None
@@ -254,43 +262,7 @@ class UlyssesCommunicator:
         Raises:
             As `scatter_heads`.
         """
-        return self._run("exchange_chunks", lambda: self._whole("exchange_chunks", x, out, dtype, None))
-
-    def _whole(
-        self, operation: str, x: torch.Tensor, out: torch.Tensor | None, dtype: object, workspace: object
-    ) -> Call:
-        element = self._limits.element(dtype)
-        shape = validation.check_operand(x, "x", self._limits, element)
-        shape_out = self._output_shape(operation, shape)
-        if out is not None:
-            validation.check_out(out, shape_out, self._limits, element)
-            if not (self.world_size == 1 and out is x):
-                check_disjoint(out, "out", x, "x")
-        staging = self._check_staging(workspace, x.numel(), element, (x, "x"), (out, "out"))
-        self._check_registered(out)
-        if operation == "exchange_chunks":
-            plan = plans.exchange_chunks(shape[3], element.itemsize, self.rank, self.world_size)
-        else:
-            build = plans.scatter_heads if operation == "scatter_heads" else plans.gather_heads
-            plan = build(shape, element.itemsize, self.rank, self.world_size)
-        geometry: dict[str, Json] = {"shape": list(shape), "dtype": dtype_name(element)}
-        return Call(plan, (x,), shape_out, element, out, staging, geometry)
-
-    def _output_shape(self, operation: str, shape: Shape) -> Shape:
-        a, b, c, d = shape
-        size = self.world_size
-        if operation == "scatter_heads":
-            return (a, b * size, check_heads(c, size, "x"), d)
-        if operation == "gather_heads":
-            if b % size:
-                raise ArgumentValueError(
-                    f"x has a global sequence of {b}, which {size} ranks can't share evenly: uneven sequences "
-                    f"are not supported yet; pad to {-(-b // size) * size} before scatter_heads and cut it later"
-                )
-            return (a, b // size, c * size, d)
-        if (a, b, c) != (1, 1, size):
-            raise ArgumentValueError(f"x must have shape (1, 1, {size}, chunk), got {shape}")
-        return shape
+        return self._run("exchange_chunks", self._preparation.whole, "exchange_chunks", x, out, dtype, None)
 
     # Head-chunk calls
 
@@ -327,38 +299,10 @@ class UlyssesCommunicator:
         Raises:
             As `scatter_heads`.
         """
-
-        def prepare() -> Call:
-            element = self._limits.dtype
-            shape = check_qkv(query, key, value, self._limits, element)
-            b, s, h, d = shape
-            offset, count = validation.check_band(head_offset, head_count, check_heads(h, self.world_size, "query"))
-            shape_out = (b, s * self.world_size, count, 3 * d)
-            validation.check_capacity(shape_out, element, self.max_bytes, "the fused payload")
-            operands = ((query, "query"), (key, "key"), (value, "value"))
-            if out is not None:
-                validation.check_out(out, shape_out, self._limits, element)
-                for operand, name in operands:
-                    check_disjoint(out, "out", operand, name)
-            numel = shape_out[0] * shape_out[1] * shape_out[2] * shape_out[3]
-            staging = self._check_staging(workspace, numel, element, *operands, (out, "out"))
-            self._check_registered(out)
-            strides = (strides_of(query), strides_of(key), strides_of(value))
-            plan = plans.scatter_qkv_head_chunk(
-                shape, strides, element.itemsize, self.rank, self.world_size, head_offset=offset, head_count=count
-            )
-            geometry: dict[str, Json] = {
-                "shape": list(shape),
-                "dtype": dtype_name(element),
-                "head_offset": offset,
-                "head_count": count,
-            }
-            target = out
-            if target is None and staging is not None and b == 1 and self._packs:
-                target = staging.recv_buffer[:numel].view(shape_out)
-            return Call(plan, (query, key, value), shape_out, element, target, staging, geometry)
-
-        return self._run("scatter_qkv_head_chunk", prepare)
+        prepare = self._preparation.scatter_qkv_head_chunk
+        return self._run(
+            "scatter_qkv_head_chunk", prepare, query, key, value, head_offset, head_count, out, workspace
+        )
 
     def gather_output_head_chunk(
         self,
@@ -384,37 +328,8 @@ class UlyssesCommunicator:
         Raises:
             As `scatter_heads`.
         """
-
-        def prepare() -> Call:
-            element = self._limits.dtype
-            shape = validation.check_strided(x, "x", self._limits, element)
-            validation.check_capacity(shape, element, self.max_bytes, "x")
-            b, s, h, d = self._output_shape("gather_heads", shape)
-            local = positive_int(local_heads, "local_heads")
-            offset, _ = validation.check_band(head_offset, shape[2], local)
-            shape_out = (b, s, self.world_size * local, d)
-            validation.check_out(out, shape_out, self._limits, element)
-            check_disjoint(out, "out", x, "x")
-            staging = self._check_staging(workspace, b * s * h * d, element, (x, "x"), (out, "out"))
-            self._check_registered(out)
-            plan = plans.gather_output_head_chunk(
-                shape,
-                strides_of(x),
-                element.itemsize,
-                self.rank,
-                self.world_size,
-                local_heads=local,
-                head_offset=offset,
-            )
-            geometry: dict[str, Json] = {
-                "shape": list(shape),
-                "dtype": dtype_name(element),
-                "local_heads": local,
-                "head_offset": offset,
-            }
-            return Call(plan, (x,), shape_out, element, out, staging, geometry)
-
-        return self._run("gather_output_head_chunk", prepare)
+        prepare = self._preparation.gather_output_head_chunk
+        return self._run("gather_output_head_chunk", prepare, x, local_heads, head_offset, out, workspace)
 
     # Storage
 
@@ -439,7 +354,7 @@ class UlyssesCommunicator:
         if op not in _OPERATIONS:
             raise ArgumentValueError(f"op must be one of {_OPERATIONS}, got {op!r}")
         element = self._limits.element(dtype)
-        shape = self._output_shape(op, validation.check_operand(x, "x", self._limits, element))
+        shape = self._preparation.output_shape(op, validation.check_operand(x, "x", self._limits, element))
         with self._on_device():
             if self._session is None:
                 return torch.empty(shape, dtype=element, device=self.device)
@@ -524,56 +439,46 @@ class UlyssesCommunicator:
 
     # Running
 
-    @property
-    def _packs(self) -> bool:
-        return self._session is not None and self._session.properties.staging
-
-    def _check_staging(
-        self,
-        workspace: object,
-        numel: int,
-        element: torch.dtype,
-        *operands: tuple[torch.Tensor | None, str],
-    ) -> UlyssesWorkspace | None:
-        if workspace is None:
-            return None
-        if self._session is not None and self._session.properties.registered_outputs:
-            raise ArgumentValueError(f"{self.backend} has no staging: workspace must be None")
-        staging = check_workspace(workspace, numel, self._limits, element)
-        for tensor, name in operands:
-            if tensor is not None:
-                check_disjoint(tensor, name, staging.send_buffer, "the workspace's send buffer")
-                check_disjoint(tensor, name, staging.recv_buffer, "the workspace's receive buffer")
-        return staging
-
-    def _check_registered(self, out: torch.Tensor | None) -> None:
-        if out is None and self._session is not None and self._session.properties.registered_outputs:
-            raise ArgumentValueError(f"{self.backend} needs out= from allocate_output")
-
-    def _run(self, operation: str, prepare: Callable[[], Call]) -> torch.Tensor:
-        self._usable(operation)
-        if not self._busy.acquire(blocking=False):
+    def _run(self, operation: str, prepare: Callable[..., Call], *arguments: object) -> torch.Tensor:
+        """Make a call of what `prepare` makes of `arguments`, alone, on this rank's device, and without gradients."""
+        if self._closed or self._broken is not None:
+            self._usable(operation)
+        if not self._busy.acquire(False):  # noqa: FBT003 - as a keyword it takes twice as long
             raise UnsupportedError(
                 f"{operation}: another call of this communicator is running in another thread; a communicator takes "
                 "one call at a time, make one for each thread"
             )
+        # Both guards cost more than all checks of a known geometry, so each is taken only where it changes something.
         try:
-            with self._on_device(), torch.no_grad():
-                return self._execute(operation, prepare)
+            if not _cuda.is_current(self._ordinal):
+                with self._on_device(), torch.no_grad():
+                    return self._execute(operation, prepare, arguments)
+            if not _is_grad_enabled():
+                return self._execute(operation, prepare, arguments)
+            _set_grad_enabled(False)
+            try:
+                return self._execute(operation, prepare, arguments)
+            finally:
+                _set_grad_enabled(True)
         finally:
             self._busy.release()
 
-    def _execute(self, operation: str, prepare: Callable[[], Call]) -> torch.Tensor:
-        call = agree(self._group, operation, self._number, self._calls, prepare) if self._checked else prepare()
+    def _execute(
+        self, operation: str, prepare: Callable[..., Call], arguments: tuple[object, ...]
+    ) -> torch.Tensor:
+        if self._checked:
+            call = agree(self._group, operation, self._number, self._calls, lambda: prepare(*arguments))
+        else:
+            call = prepare(*arguments)
         self._calls += 1
         if self._session is None:
             return _passthrough(operation, call, self.device)
-        out = call.out
+        plan, sources, shape, dtype, out, workspace, _ = call
         if out is None:
-            out = torch.empty(call.shape, dtype=call.dtype, device=self.device)
-        staging = None if call.workspace is None else call.workspace.staging
+            out = torch.empty(shape, dtype=dtype, device=self.device)
+        staging = None if workspace is None else workspace.staging
         try:
-            self._session.exchange(call.plan, call.sources, out, staging=staging)
+            self._session.exchange(plan, sources, out, staging=staging)
         except TransportError as error:
             self._broken = str(error)
             raise
@@ -584,8 +489,8 @@ class UlyssesCommunicator:
             raise TransportError(self._broken) from error
         if not out.is_inference():
             # The bytes were written behind autograd's back; its check for tensors changed in place must know.
-            torch.autograd.graph.increment_version(out)
-        self._bytes_sent += call.plan.remote_send_bytes
+            _increment_version(out)
+        self._bytes_sent += plan.remote_send_bytes
         return out
 
     def _usable(self, operation: str) -> None:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 __all__ = ["WINDOWS", "Calls", "SessionStruct", "WindowStruct"]
 
 # rank, ranks, windows, poison; signals; windows, record, timeout
+_NO_SOURCES = tuple((0,) * (MAX_SOURCES - count) for count in range(MAX_SOURCES + 1))
+"""What fills the array of sources, by how many there are."""
 _SESSION = f"4I{MAX_RANKS}Q3Q0Q"
 
 WINDOWS = ModuleSpec(
@@ -105,9 +107,18 @@ class Calls:
         operation: int,
     ) -> None:
         """Launch an exchange by stores of the SMs; see csrc/windows.cu."""
-        padded = (*sources, *(0,) * (MAX_SOURCES - len(sources)))
         self._exchange(
-            stream, session, plan, *padded, destination, window_offset, window, blocks_per_peer, operation, 0
+            stream,
+            session,
+            plan,
+            *sources,
+            *_NO_SOURCES[len(sources)],
+            destination,
+            window_offset,
+            window,
+            blocks_per_peer,
+            operation,
+            0,
         )
 
     def copies(
@@ -123,7 +134,7 @@ class Calls:
         operation: int,
     ) -> None:
         """Enqueue an exchange by the copy engines; see csrc/windows.cu."""
-        padded = (*sources, *(0,) * (MAX_SOURCES - len(sources)))
+        padded = (*sources, *_NO_SOURCES[len(sources)])
         targets = (*destinations, *(0,) * (MAX_RANKS - len(destinations)))
         self._copies(stream, session, plan, copies, *padded, *targets, window_offset, window, operation)
 

@@ -70,6 +70,7 @@ class WindowSession(TransportSession):
     ) -> None:
         self._group = stages.group
         self._device = device
+        self._ordinal: int = device.index
         self._calls = Calls(module)
         self._blocks_per_peer = blocks_per_peer
         self._copy_engines = copy_engines
@@ -77,14 +78,13 @@ class WindowSession(TransportSession):
         self._teardown = stages.teardown
         self._stall: Stall | None = None
         self._closed = False
-        self._tables: dict[Plan, tuple[torch.Tensor, Any]] = {}
+        # Never dropped before the end: a captured call keeps the address of its table.
+        self._tables: dict[Plan, tuple[int, torch.Tensor, Any]] = {}
         self._last_stream: int | None = None
-        size = self._group.size
         signals = map_jointly(stages, SIGNAL_BYTES, device, form=form, what="signals")
         self.memory_form = signals.form
         self.windows = WindowSet(self._group, device, signals.form, self._view)
-        self.windows.add_in(stages, staging_bytes, "staging")
-        self.windows.add_in(stages, gather.window_bytes(size), "small gathers")
+        self._allocate(stages, staging_bytes)
         # Nobody signals before this step is over on every rank, so the blocks are zero when the first one does.
         stages.step("clear", lambda: self._clear(signals.addresses[self._group.rank]))
         stages.step("arm", self._arm, lambda _: self._disarm())
@@ -102,6 +102,11 @@ class WindowSession(TransportSession):
 
     # Set-up
 
+    def _allocate(self, stages: Transaction, staging_bytes: int) -> None:
+        """Allocate the windows that the session begins with; that of number 0 stages outputs."""
+        self.windows.add_in(stages, staging_bytes, "staging")
+        self.windows.add_in(stages, gather.window_bytes(self._group.size), "small gathers")
+
     def _view(self, address: int, nbytes: int) -> torch.Tensor:
         from comm_core.memory.strided import pack_strided_memory
 
@@ -117,6 +122,8 @@ class WindowSession(TransportSession):
     def _arm(self) -> None:
         self._record = torch.zeros(RECORD_BYTES, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
         self._record_bytes = (ctypes.c_char * RECORD_BYTES).from_address(self._record.data_ptr())
+        # The first field: the whole record is read only when it is set, since every call looks at it.
+        self._record_state = ctypes.c_uint32.from_address(self._record.data_ptr())
         self._table = torch.zeros(MAX_WINDOWS * WindowStruct.nbytes, dtype=torch.uint8, device=self._device)
 
     def _disarm(self) -> None:
@@ -174,11 +181,11 @@ class WindowSession(TransportSession):
     def _push(
         self, plan: Plan, sources: Sequence[torch.Tensor], window: MappedWindow, offset: int, operation: int
     ) -> None:
-        table, _ = self._compiled(plan)
+        table, _, _ = self._compiled(plan)
         self._calls.exchange(
             self._stream(),
             self._session,
-            table.data_ptr(),
+            table,
             [source.data_ptr() for source in sources],
             window.address + offset,
             window.number,
@@ -191,11 +198,11 @@ class WindowSession(TransportSession):
         self, plan: Plan, sources: Sequence[torch.Tensor], window: MappedWindow, offset: int, operation: int
     ) -> None:
         """Exchange by the copy engines; window and offset are the same on all ranks (see exchange_open_kernel)."""
-        table, whole = self._compiled(plan)
+        table, _, whole = self._compiled(plan)
         self._calls.copies(
             self._stream(),
             self._session,
-            table.data_ptr(),
+            table,
             ctypes.addressof(whole),
             [source.data_ptr() for source in sources],
             [address + offset for address in window.peer_pointers],
@@ -213,9 +220,10 @@ class WindowSession(TransportSession):
             strided.copy_local(written, (window.local,), destination)
         self._calls.settle(self._stream(), self._session, destination.data_ptr(), plan.target_bytes)
 
-    def _compiled(self, plan: Plan) -> tuple[torch.Tensor, Any]:
-        """Return the plan's table on the device, and the table for the copy engines on the host."""
-        if plan not in self._tables:
+    def _compiled(self, plan: Plan) -> tuple[int, torch.Tensor, Any]:
+        """Return the address of the plan's table, the table on the device, and that for copy engines on the host."""
+        found = self._tables.get(plan)
+        if found is None:
             if _cuda.is_capturing():
                 # Nothing was communicated, so this breaks nothing (as a TransportError would).
                 raise UnsupportedError(
@@ -224,13 +232,14 @@ class WindowSession(TransportSession):
                 )
             data = torch.frombuffer(bytearray(compile_plan(plan).data), dtype=torch.uint8)
             whole = ctypes.create_string_buffer(compile_plan(plan, 0).data)
-            self._tables[plan] = (data.to(self._device), whole)
+            table = data.to(self._device)
+            self._tables[plan] = found = (table.data_ptr(), table, whole)
             _cuda.synchronize(self._device)
-        return self._tables[plan]
+        return found
 
     def _stream(self) -> int:
         """Return the current stream, ordered after the session's last one: signals belong to one call at a time."""
-        stream = _cuda.raw_stream(self._device.index)
+        stream = _cuda.raw_stream(self._ordinal)
         # A captured call is ordered by whoever replays the graph: a capture must not touch other streams, and its own
         # stream has run nothing that a later call would have to wait for.
         if stream != self._last_stream and not _cuda.is_capturing():
@@ -289,7 +298,7 @@ class WindowSession(TransportSession):
         Raises:
             PeerStalledError: it names the rank that was waited for.
         """
-        if self._stall is None and self._record_bytes.raw[:4] != b"\0\0\0\0":
+        if self._stall is None and self._record_state.value:
             self.look()
         if self._stall is not None:
             raise PeerStalledError(self._stall_text(self._stall), self._stall.waited_for, self._stall.reporter)

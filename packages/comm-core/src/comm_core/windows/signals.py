@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import struct
 from enum import IntEnum
+from functools import lru_cache
 from typing import NamedTuple
 
 __all__ = ["MAX_RANKS", "RECORD_BYTES", "SIGNAL_BYTES", "Operation", "Stall", "StallKind", "read_stall"]
@@ -42,7 +43,13 @@ class Operation(IntEnum):
     @classmethod
     def of(cls, name: str) -> Operation:
         """Return the operation of a plan's name."""
-        return cls.__members__.get(name.upper(), cls.OTHER)
+        return _operation(name)
+
+
+@lru_cache(64)
+def _operation(name: str) -> Operation:
+    # Cached: it is asked for on every call.
+    return Operation.__members__.get(name.upper(), Operation.OTHER)
 
 
 _BAD_ANNOUNCEMENT = 0x80000000

@@ -24,6 +24,7 @@ __all__ = [
     "Entry",
     "Table",
     "compile_plan",
+    "entries_of",
 ]
 
 MAX_LEVELS = 4
@@ -98,8 +99,12 @@ class Table:
     entries: tuple[Entry, ...]
 
 
-def _entries(copy: Copy, piece_bytes: int) -> Iterator[Entry]:
-    """Yield the entries of one copy: long rows become a level of pieces, what is left over an entry of its own."""
+def entries_of(copy: Copy, piece_bytes: int = _WHOLE_BYTES) -> Iterator[Entry]:
+    """Yield the entries of one copy: long rows become a level of pieces, what is left over an entry of its own.
+
+    Raises:
+        UnsupportedError: it has more levels or rows than the device's tables.
+    """
     levels = list(copy.levels)
     row = copy.row_bytes
     offset = 0
@@ -151,7 +156,7 @@ def compile_plan(plan: Plan, piece_bytes: int = PIECE_BYTES) -> Table:
         first.append(len(entries))
         for copy in plan.sends:
             if copy.peer == peer:
-                entries.extend(_entries(copy, piece_bytes or _WHOLE_BYTES))
+                entries.extend(entries_of(copy, piece_bytes or _WHOLE_BYTES))
     first.extend([len(entries)] * (MAX_RANKS + 1 - plan.world_size))
     header = _HEADER.pack(plan.target_bytes, len(entries), *first)
     return Table(header + b"".join(entry.pack() for entry in entries), tuple(entries))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, cast
 
 from comm_core.consensus import Teardown, Transaction, joint
@@ -40,7 +42,7 @@ class MappedWindow(Window):
     rank: int
     view: Callable[[int, int], torch.Tensor]
 
-    @property
+    @cached_property
     def address(self) -> int:
         """Address of this rank's memory."""
         return self.mapped.addresses[self.rank]
@@ -71,6 +73,9 @@ class WindowSet:
         self._form = form
         self._view = view
         self._windows: list[MappedWindow] = []
+        # The same by address, and the addresses: `find` is part of every call, and there may be hundreds of windows.
+        self._by_address: list[MappedWindow] = []
+        self._addresses: list[int] = []
         self._teardowns: list[Teardown] = []
 
     def __len__(self) -> int:
@@ -91,6 +96,9 @@ class WindowSet:
         mapped = map_jointly(stages, nbytes, self._device, form=self._form, what=what, number=number)
         window = MappedWindow(number, nbytes, mapped, self._group.rank, self._view)
         self._windows.append(window)
+        place = bisect_right(self._addresses, window.address)
+        self._addresses.insert(place, window.address)
+        self._by_address.insert(place, window)
         return window
 
     def add(self, nbytes: int) -> MappedWindow:
@@ -124,9 +132,11 @@ class WindowSet:
 
     def find(self, address: int, nbytes: int) -> tuple[MappedWindow, int] | None:
         """Return the window that holds this rank's memory [address, address + nbytes) and the offset in it."""
-        for window in self._windows:
+        place = bisect_right(self._addresses, address)
+        if place:
+            window = self._by_address[place - 1]
             offset = address - window.address
-            if offset >= 0 and offset + nbytes <= window.nbytes:
+            if offset + nbytes <= window.nbytes:
                 return window, offset
         return None
 
