@@ -9,18 +9,15 @@ import ctypes
 import gc
 import logging
 import re
-import subprocess
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-import comm_core
 from comm_core import UlyssesCommunicator, _cuda, jit, plugins
 from comm_core.consensus import Transaction
 from comm_core.errors import (
@@ -36,12 +33,11 @@ from comm_core.errors import (
     UnsupportedError,
 )
 from comm_core.group import Group
-from comm_core.jit.cache import Artifact
 from comm_core.jit.loader import Module
 from comm_core.memory import in_process
 from comm_core.memory.in_process import InProcessMemory
 from comm_core.plugins.hookspecs import API_VERSION, hookimpl
-from comm_core.testing import reference
+from comm_core.testing import hosted, reference
 from comm_core.testing.ranks import run_threads
 from comm_core.testing.reference import assert_same_bits, bits, make_input
 from comm_core.transport.interface import Verdict
@@ -54,21 +50,12 @@ from comm_core.windows.transport import WindowTransport
 from comm_core.windows.window import MAX_WINDOWS
 
 CPU = torch.device("cpu")
-PACKAGE = Path(comm_core.__file__).parent
 
 
 @pytest.fixture(scope="module")
 def module(tmp_path_factory: pytest.TempPathFactory) -> Module:
     """The module of windows, compiled for the host and loaded as every module is."""
-    folder = tmp_path_factory.mktemp("host")
-    text = (PACKAGE / "csrc" / "windows.cu").read_text(encoding="utf-8")
-    calls = re.sub(r"<<<.*?>>>\(", "(", text, flags=re.DOTALL)
-    source = folder / "windows.cpp"
-    source.write_text(f'#include "{Path(__file__).with_name("host_windows.h")}"\n{calls}', encoding="utf-8")
-    library = folder / "windows.so"
-    command = ["g++", "-std=c++17", "-O1", "-fPIC", "-shared", f"-I{PACKAGE / 'include'}", "-o", str(library)]
-    subprocess.run([*command, str(source), "-w"], check=True, timeout=60)
-    return Module(WINDOWS, Artifact(WINDOWS.name, "host", library, {"archs": []}, {}))
+    return hosted.windows(tmp_path_factory.mktemp("host"))
 
 
 @pytest.fixture(autouse=True)

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 import comm_core
 from comm_core.errors import UnsupportedError
+from comm_core.testing import hosted
 from comm_core.transport.plan import Copy, Level, Plan
 from comm_core.ulysses import plans
 from comm_core.windows import launch, signals, table
@@ -35,7 +36,7 @@ def build(folder: Path) -> ctypes.CDLL:
     calls, launches = re.subn(r"<<<.*?>>>\(", "(", text, flags=re.DOTALL)
     assert launches == 5
     source = folder / "windows.cpp"
-    source.write_text(f'#include "{Path(__file__).with_name("host_windows.h")}"\n{calls}', encoding="utf-8")
+    source.write_text(f'#include "{hosted.WINDOWS_HEADER}"\n{calls}', encoding="utf-8")
     library = folder / "windows.so"
     command = ["g++", "-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-fPIC", "-shared"]
     subprocess.run([*command, f"-I{INCLUDE}", "-o", str(library), str(source)], check=True, timeout=60)

@@ -6,6 +6,8 @@
 
 namespace comm {
 
+#if defined(__CUDACC__)
+
 __global__ void __launch_bounds__(kExchangeThreads, 3)
     exchange_push_kernel(const __grid_constant__ ExchangeParams p) {
   const Session& session = p.session;
@@ -97,5 +99,7 @@ __global__ void __launch_bounds__(32)
   barrier(call);
   finish(session, call, nullptr, 0);
 }
+
+#endif
 
 }  // namespace comm
