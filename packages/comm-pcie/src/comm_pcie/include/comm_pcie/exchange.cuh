@@ -12,9 +12,11 @@
 // and an announcement of another one ends the operation.
 // 3. close: release `done` at every peer and wait for that of all peers.
 //
-// Copies can't be called back. A rank that gives up in `open` still makes the copies that are
-// enqueued behind it; they go to registered outputs, which stay mapped until the whole group has
-// closed, and `close` spoils this rank's output after its own and all the copies that it knows of.
+// Copies can't be called back. A rank that gives up in `open`, or is told to, still makes the copies
+// that are enqueued behind it. They go to registered outputs, which stay mapped until the whole
+// group has closed. So `close` says `done` in any case, and where the operation was aborted it
+// waits a moment for the peers' `done` before it spoils its output: what comes after that is from a
+// rank that is very late.
 #pragma once
 
 #include <stdint.h>
@@ -46,6 +48,36 @@ COMM_HD bool wait_for_output(const ExchangeParams& p, const comm::Call& call, ui
   return false;
 }
 
+// How long an aborted operation waits for copies that are still on their way.
+constexpr uint64_t kDrainNs = 1000000000;
+
+// Wait for the peers' copies of an operation that was aborted, so that what spoils the output comes
+// last. A group.
+//
+// `done` after an abort takes nobody in: who gave up first told every rank before it made its
+// copies and said `done`, so a rank that has seen `done` of all knows of the abort.
+COMM_HD void drain(const comm::Session& session, const comm::Call& call) {
+  // Later operations, as of a graph that goes on being replayed, leave at once.
+  if (call.record->state != 0 && call.record->epoch != call.epoch) return;
+  const comm::SignalBlock* own = comm::own_block(call);
+  uint64_t grace = session.timeout_ns < kDrainNs ? session.timeout_ns : kDrainNs;
+  uint64_t end = comm::now_ns() + grace;
+#if defined(__CUDA_ARCH__)
+  uint32_t peer = threadIdx.x % 32;
+  uint32_t last = peer + 1;
+#else
+  uint32_t peer = 0;
+  uint32_t last = session.world_size;
+#endif
+  for (; peer < last; ++peer) {
+    if (peer >= session.world_size || peer == session.rank) continue;
+    while (!comm::reached(comm::load_acquire(&own->done[peer].value), call.epoch) &&
+           comm::now_ns() < end) {
+      COMM_SPIN();
+    }
+  }
+}
+
 #if defined(__CUDACC__)
 
 // One warp.
@@ -63,10 +95,11 @@ __global__ void __launch_bounds__(kThreads)
     exchange_close_kernel(const __grid_constant__ ExchangeParams p) {
   const comm::Session& session = p.session;
   const comm::Call call = comm::start(session, p.operation);
-  if (threadIdx.x < 32 && !__any_sync(0xffffffffu, comm::aborted(call))) {
+  if (threadIdx.x < 32) {
     uint32_t peer = threadIdx.x;
     if (peer < session.world_size && peer != session.rank) comm::mark_done(call, peer);
     comm::wait_all_done(call);
+    if (__any_sync(0xffffffffu, comm::aborted(call))) drain(session, call);
   }
   __shared__ bool spoil;
   __syncthreads();
