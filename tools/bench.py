@@ -35,6 +35,7 @@ from comm_core.errors import CommError
 PARTS = {
     "import": "Import, beside that of torch",
     "help": "commctl --help as a process",
+    "front": "CPU time of a call's thread, without transport and launch",
     "resolve": "Decision (resolve_ulysses_backend), slowest rank",
     "exchange": "Exchange over gloo, Wan2.1 at 480p in bfloat16, slowest rank",
     "allocations": "Tensors that a call allocates, given out= and a workspace",
@@ -44,6 +45,7 @@ PARTS = {
 
 RAW = "raw"
 NOTES = {
+    "front": "full checks: the same with an operand that is an nn.Parameter, whose geometry is never taken for known",
     "exchange": "raw: torch.distributed's all_to_all_single of as many bytes; floor: copying in memory what leaves a "
     "rank, on all ranks at once",
     "overhead": "raw: the same for torch.distributed's all_to_all_single of as many bytes",
@@ -165,6 +167,16 @@ def measure_help(repeat: int = 5) -> list[Figure]:
 
     bare = seconds("pass")
     return [Figure("help", "commctl --help", seconds(_HELP, "--help"), "ms", 500.0, beside={"bare Python": bare})]
+
+
+def measure_front() -> list[Figure]:
+    """Return what calls cost above a transport that moves nothing, and a session's above a launch of nothing."""
+    import bench_front
+
+    return [
+        Figure("front", name, us, "us", goal, beside={} if full is None else {bench_front.FULL: full})
+        for name, us, goal, full in bench_front.measure()
+    ]
 
 
 def _python(*arguments: str) -> str:
@@ -442,7 +454,9 @@ def main(argv: Sequence[str]) -> int:
             figures += measure_import()
         if "help" in options.only:
             figures += measure_help()
-        over_ranks = [part for part in list(PARTS)[2:] if part in options.only]
+        if "front" in options.only:
+            figures += measure_front()
+        over_ranks = [part for part in list(PARTS)[3:] if part in options.only]
         if over_ranks:
             figures += measure_ranks(over_ranks)
     except CommError as error:

@@ -480,6 +480,12 @@ def demo(environment: Environment, rest: list[str]) -> int:
     return environment.become([str(environment.python), "-m", "comm_core.demo", *rest], in_root=False)
 
 
+def commctl(environment: Environment, rest: list[str]) -> int:
+    """Run commctl of this tree, with the plugins of this tree. Arguments go to it."""
+    code = "from comm_core.cli.main import main; main()"
+    return environment.become([str(environment.python), "-c", code, *rest], in_root=False)
+
+
 def lint(environment: Environment, rest: list[str]) -> int:
     """Check format, style and types (--fix: mend what can be mended)."""
     if rest not in ([], ["--fix"]):
@@ -547,6 +553,7 @@ def _script(name: str, *, in_root: bool) -> object:
 COMMANDS = {
     "setup": (setup, "make or update .venv and nothing else (--recreate: delete it first)"),
     "demo": (demo, "run the main job on this machine; arguments go to comm_core.demo"),
+    "commctl": (commctl, "run commctl of this tree; arguments go to it"),
     "test": (test, "lint, then every test that runs without a GPU; arguments go to pytest"),
     "lint": (lint, "check format, style and types (--fix: mend what can be mended)"),
     "bench": (_script("bench.py", in_root=True), "measure what the project promises; arguments go to tools/bench.py"),

@@ -30,9 +30,6 @@ from typing import Any
 from gpu import report, sections
 from gpu.processes import ROOT, clean_environment, run
 
-# Tables are made with the geometries of the benchmark's module, which imports comm-core from this source tree.
-sys.path[:0] = [str(path) for path in sorted((ROOT / "packages").glob("*/src"))]
-
 RESULTS = ROOT / "docs" / "results"
 _NO_GPU = 2
 

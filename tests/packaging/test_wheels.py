@@ -18,7 +18,7 @@ import workspace
 from comm_core import known
 
 PACKAGES = workspace.find_packages(workspace.ROOT)
-NOT_PLUGINS = {"all", "cuda", "demo", "test"}
+NOT_PLUGINS = {"all", "cuda", "demo", "plot", "test"}
 """Extras of comm-core that stand for no single plugin."""
 
 

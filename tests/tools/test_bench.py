@@ -56,6 +56,7 @@ def test_calls_are_counted_for_real(tmp_path: Path):
         "--only",
         "allocations",
         "overhead",
+        "front",
         "--json",
         str(out),
     ]
@@ -67,6 +68,10 @@ def test_calls_are_counted_for_real(tmp_path: Path):
         assert figures["allocations", name]["value"] == 0 and figures["allocations", name]["hard"]
     overhead = figures["overhead", "2 ranks"]
     assert overhead["value"] > overhead["beside"]["raw"] > 0
+    # A busy machine slows both down.
+    for name in CALLS:
+        front = figures["front", name]
+        assert 0 < front["value"] < front["beside"]["full checks"], name
     assert max(map(len, done.stdout.splitlines())) <= 80
     # Numbers travel further than the machine that they were measured on.
     text = out.read_text() + done.stdout

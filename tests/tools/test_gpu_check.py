@@ -13,7 +13,10 @@ from pathlib import Path
 import pytest
 
 import gpu_check
-from gpu import bench_windows, junit, mps, processes, report, sections
+import workspace
+from comm_core.bench import floor, launch
+from comm_core.bench import report as bench_report
+from gpu import bench_rows, bench_windows, junit, mps, processes, report, sections
 
 ROOT = Path(__file__).resolve().parents[2]
 UUID = "8a6b1d2e-0c4f-4d6a-9e1b-2f3a4b5c6d7e"
@@ -162,6 +165,20 @@ def test_children_have_no_settings_of_the_callers(tmp_path: Path):
     assert environment.keys() == {"PATH", "PYTHONPATH", "XDG_CACHE_HOME", "CUDA_MPS_PIPE_DIRECTORY"}
     # Where no daemon is: one that serves the whole machine must not be used by what has to run without.
     assert environment["CUDA_MPS_PIPE_DIRECTORY"].startswith(str(tmp_path))
+
+
+def test_children_find_the_plugins_of_this_tree(tmp_path: Path):
+    """Whether or not anything is installed: a benchmark without a transport would pass without it."""
+    code = (
+        "from importlib.metadata import entry_points\n"
+        "print(*sorted({point.name for point in entry_points(group='comm_core.v1')}))"
+    )
+    environment = processes.clean_environment(tmp_path)
+    done = processes.run(
+        [sys.executable, "-S", "-c", code], environment=environment, timeout_s=30, log=tmp_path / "l"
+    )
+    wanted = {name.removeprefix("comm-") for name in workspace.find_packages(ROOT)} - {"core"}
+    assert done.code == 0 and wanted <= set(done.text.split())
 
 
 DAEMON = """#!/bin/bash
@@ -335,42 +352,94 @@ def test_a_sanitizer_must_see_a_planted_error_and_nothing_else(
 # -- Numbers ------------------------------------------------------------------------------------------------------
 
 
-def test_operands_and_floors_are_those_of_the_geometries():
-    """Remote bytes over links; all bytes of all ranks where they share one memory."""
-    small, large = bench_windows.Geometry(1024, 24), bench_windows.Geometry(75600, 40)
-    assert small.operand_bytes(2) == 3 << 20 and small.remote_bytes(2) == 3 << 19
-    assert bench_windows.floor_us(small, 2, False, 1e12) == pytest.approx(1.572864)
-    assert bench_windows.floor_us(small, 2, True, 1e12) == pytest.approx(6.291456)
-    for geometry in bench_windows.GEOMETRIES:
-        assert geometry.shape("scatter_heads", 2)[1] * 2 == geometry.shape("gather_heads", 2)[1] == geometry.tokens
-        nbytes = geometry.operand_bytes(2)
-        # No loop fits a cache of 60 MB.
-        assert 2 * nbytes * bench_windows.sets_of(nbytes) > 90 << 20
-    assert bench_windows.sets_of(large.operand_bytes(2)) == 2
-
-
 def test_rows_and_goals_are_of_the_slowest_rank():
     ranks = [{"eager": 7.0, "graph": 20.0, "floor": 1.0}, {"eager": 8.0, "graph": 4.0, "floor": 1.5}]
-    geometry = bench_windows.GEOMETRIES[0].name
-    times = {f"{geometry}/{name}/{how}": 12.0 for name in bench_windows.OPERATIONS for how in ("graph", "eager")}
     found = {
-        "errors": {"nccl": "RankError: rank 1"},
-        "floor": 1.572864e12,
+        "errors": {"barrier, 4 ranks": "CommError: rank 1"},
         "barriers": {"8": bench_windows.slowest(ranks)},
         "overhead": {
             **{"launch": 2.0, "empty entry": 3.5, "exchange entry": 6.0},
             **{"session.barrier": 7.0, "comm.scatter_heads": 30.0},
         },
-        "exchanges": {"windows, direct": times},
         "took": {},
     }
     section = report.Section("bench", "Benchmarks")
-    sections.add_bench(section, found, True)
-    assert section.status == "failed" and section.why == ["nccl: RankError: rank 1"]
+    sections.add_windows(section, found, True)
+    assert section.status == "failed" and section.why == ["barrier, 4 ranks: CommError: rank 1"]
     assert [(goal.value, goal.verdict) for goal in section.goals] == [(20.0, "missed"), (4.0, "missed"), (1.5, "met")]
     tables = {table.title: table.rows for table in section.tables}
     assert tables["Barrier"] == [[8, 1.5, 20.0, 8.0]]
-    assert tables["Exchange of heads"] == [[geometry, 1.5, 4.0, "windows, direct", 12.0, 3.0, 12.0, 12.0, 3.0, 12.0]]
+
+
+LINKS = launch.Placement("cuda", "links", 2, 2)
+RATE = floor.Floor("links", 392e9, floor.COPY_BYTES)
+
+
+def exchange_row(backend: str, operation: str, tokens: int, **figures: float | None):
+    row = {"mode": "direct", "geometry": [tokens, 24, 128], "operation": operation, "calls": 20, "host_us": 3.0}
+    return bench_report.finished_row(backend, {**row, **figures}, RATE, LINKS)
+
+
+def test_exchanges_stand_beside_the_floor_with_their_goals():
+    """What commctl wrote, by size; a part that failed in the middle keeps what it had."""
+    rows = [
+        exchange_row("nvlink", "scatter_heads", 1024, graph_us=9.0, eager_us=14.0),
+        exchange_row("nvlink", "gather_heads", 1024, graph_us=10.0, eager_us=17.0),
+        exchange_row("gloo", "scatter_heads", 4608, graph_us=None, eager_us=900.0),
+    ]
+    errors = [{"what": "gloo, staged", "why": "died"}]
+    left_out = [{"what": "pcie", "why": "one GPU"}]
+    found = bench_report.document(
+        LINKS, quick=True, environment={}, floor=RATE, rows=rows, left_out=left_out, errors=errors, seconds={"a": 2.0}
+    )
+    section = report.Section("bench-links", "Benchmarks")
+    bench_rows.add_exchanges(section, json.loads(json.dumps(found)))
+    assert section.why == ["gloo, staged: died"] and section.notes == ["Left out: pcie: one GPU"]
+    small = "S=1024 H=24"
+    assert [(goal.name, goal.limit, goal.verdict) for goal in section.goals] == [
+        (f"nvlink, direct, scatter_heads, {small}, in a graph", 2.4, "met"),
+        (f"nvlink, direct, scatter_heads, {small}, eager on top of the graph", 6.0, "met"),
+        (f"nvlink, direct, gather_heads, {small}, in a graph", 2.4, "missed"),
+        (f"nvlink, direct, gather_heads, {small}, eager on top of the graph", 6.0, "missed"),
+    ]
+    (table,) = [table for table in section.tables if table.title == "Exchange of heads"]
+    assert [row[0] for row in table.rows] == ["S=4608 H=24", small]
+    assert all(len(row) == len(table.columns) for row in table.rows)
+    assert table.rows[1][2:] == [4.012, "nvlink", "direct", 9.0, 2.243, 14.0, 3.0, 10.0, 2.492, 17.0, 3.0]
+    assert "392 GB/s a direction" in table.note
+
+
+@pytest.mark.parametrize(
+    ("code", "errors", "status"), [(0, [], "passed"), (1, ["x"], "failed"), (None, [], "failed")]
+)
+def test_the_benchmark_of_exchanges_is_commctl_s(
+    code: int | None, errors: list[str], status: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """It is run as users run it; one failure is told once; killed, it says so and what it had is in the report."""
+    commands: list[list[str]] = []
+
+    def run(self: sections.Context, name: str, command: list[str], timeout_s: float, interrupt_s: float = 0):
+        commands.append(command)
+        file = Path(command[command.index("--json") + 1])
+        log = tmp_path / "log"
+        log.write_text("")
+        if "ulysses" not in command:
+            file.write_text(json.dumps({"errors": {}, "barriers": {}, "overhead": None, "took": {}}))
+            return processes.Done(0, 1.0, log)
+        failed = [{"what": what, "why": "w"} for what in errors]
+        rows = [exchange_row("nccl", "gather_heads", 64, graph_us=1.0, eager_us=1.0)]
+        found = bench_report.document(
+            LINKS, quick=True, environment={}, floor=RATE, rows=rows, left_out=[], errors=failed, seconds={}
+        )
+        file.write_text(json.dumps(found))
+        return processes.Done(code, 1.0, log)
+
+    monkeypatch.setattr(sections.Context, "run", run)
+    section = report.Section("bench-links", "B")
+    sections.bench_links(sections.Context(tmp_path, {}, 2, True), section)
+    assert section.status == status and len(section.why) == (status == "failed")
+    assert [table.title for table in section.tables] == ["Exchange of heads"]
+    assert commands[1][3:9] == ["bench", "ulysses", "--where", "links", "--ranks", "2"] and "--quick" in commands[1]
 
 
 def test_an_interrupt_ends_a_part_and_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

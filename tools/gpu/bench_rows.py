@@ -1,4 +1,4 @@
-"""From what ``gpu.bench_windows`` measured to tables and goals. Pure."""
+"""From what ``gpu.bench_windows`` and ``commctl bench ulysses`` measured to tables and goals. Pure."""
 
 from __future__ import annotations
 
@@ -7,18 +7,7 @@ from typing import Any
 
 from gpu.report import Goal, Section, Table
 
-__all__ = ["add"]
-
-_SHARED_NOTE = (
-    "Microseconds a call, two ranks; medians of batches on the slower rank. Both ranks share the GPU's memory, so "
-    "the floor is all bytes of both ranks at the rate of a copy within the GPU, measured in this run: {rate} GB/s "
-    "copied."
-)
-_LINKS_NOTE = (
-    "Microseconds a call, two ranks, a GPU each; medians of batches on the slower rank. The floor is the bytes that "
-    "leave a rank at the rate of the copy engines between the two GPUs, both directions at once, 512 MiB, measured "
-    "in this run: {rate} GB/s a direction."
-)
+__all__ = ["add", "add_exchanges"]
 
 
 def add(
@@ -39,10 +28,9 @@ def add(
         section.goals.append(Goal("barrier of 8 ranks on one GPU, in a graph", _round(value), barrier_goal_us, "us"))
     if found["overhead"]:
         _overhead(section, found["overhead"], where, call_goal_us)
-    _exchanges(section, found, shared)
     if found["took"]:
         rows = [[name, seconds] for name, seconds in found["took"].items()]
-        section.tables.append(Table("Time of the benchmark itself", ["", "seconds"], rows))
+        section.tables.append(Table("Time of the benchmark of windows itself", ["", "seconds"], rows))
 
 
 def _overhead(section: Section, times: Mapping[str, float], where: str, goal_us: float) -> None:
@@ -62,28 +50,44 @@ def _overhead(section: Section, times: Mapping[str, float], where: str, goal_us:
         section.goals.append(Goal(f"a call of {label}, on top of the launch, {where}", value, goal_us, "us"))
 
 
-def _exchanges(section: Section, found: Mapping[str, Any], shared: bool) -> None:
-    from gpu.bench_windows import GEOMETRIES, OPERATIONS, floor_us
+_FIGURES = ("graph_us", "graph_over_floor", "eager_us", "host_us")
 
-    exchanges: Mapping[str, Mapping[str, float]] = found["exchanges"]
-    rate = found["floor"]
-    if not exchanges or not rate:
-        return
-    note = (_SHARED_NOTE if shared else _LINKS_NOTE).format(rate=f"{rate / 1e9:.0f}")
-    columns = ["geometry", "remote, MiB", "floor", "path", "scatter, graph", "/ floor", "scatter, eager"]
-    columns += ["gather, graph", "/ floor", "gather, eager"]
-    rows: list[list[Any]] = []
-    for geometry in GEOMETRIES:
-        floor = floor_us(geometry, 2, shared, rate)
-        for path, times in exchanges.items():
-            if f"{geometry.name}/{OPERATIONS[0]}/graph" not in times:
-                continue
-            row: list[Any] = [geometry.name, geometry.remote_bytes(2) / 2**20, floor, path]
-            for operation in OPERATIONS:
-                graph, eager = (times[f"{geometry.name}/{operation}/{how}"] for how in ("graph", "eager"))
-                row += [graph, graph / floor, eager]
-            rows.append(row)
-    section.tables.append(Table("Exchange of heads", columns, _rounded(rows), note))
+
+def add_exchanges(section: Section, found: Mapping[str, Any]) -> None:
+    """Add the document of ``commctl bench ulysses`` as tables and goals to `section`."""
+    for item in found["errors"]:
+        section.fail(f"{item['what']}: {item['why']}")
+    section.notes += [f"Left out: {item['what']}: {item['why']}" for item in found["left_out"]]
+    columns = ["geometry", "remote, MiB", "floor", "backend", "outputs"]
+    for operation in ("scatter", "gather"):
+        columns += [f"{operation}, graph", "/ floor", "eager", "host"]
+    lines: dict[tuple[Any, ...], list[Any]] = {}
+    for row in found["rows"]:
+        name = f"S={row['tokens']} H={row['heads']}" + ("" if row["head_dim"] == 128 else f" D={row['head_dim']}")
+        start = (name, row["remote_bytes"] / 2**20, row["floor_us"], row["backend"], row["mode"])
+        lines.setdefault(start, list(start)).extend(row[figure] for figure in _FIGURES)
+        what = f"{row['backend']}, {row['mode']}, {row['operation']}, {name}"
+        if row["goal"] is not None:
+            goal = Goal(f"{what}, in a graph", row["graph_over_floor"], row["goal"], "x floor")
+            section.goals.append(goal)
+        if row["eager_goal_us"] is not None:
+            section.goals.append(
+                Goal(f"{what}, eager on top of the graph", row["eager_over_graph_us"], row["eager_goal_us"], "us")
+            )
+    if lines:
+        # Sizes together, as they are compared; sorting keeps the order in which the ways to exchange were measured.
+        rows = sorted(lines.values(), key=lambda row: -row[1])
+        # A part that failed may have ended between the two operations.
+        rows = [row + [None] * (len(columns) - len(row)) for row in rows]
+        text = found["floor"]["text"] if found["floor"] else "The floor was not measured."
+        note = (
+            f"Microseconds a call, {found['ranks']} ranks; medians of batches on the slower rank; graph: 20 calls in "
+            f"one; host: what an eager call keeps the host busy. {text}."
+        )
+        section.tables.append(Table("Exchange of heads", columns, _rounded(rows), note))
+    if found["seconds"]:
+        rows = [[name, seconds] for name, seconds in found["seconds"].items()]
+        section.tables.append(Table("Time of commctl bench ulysses itself", ["", "seconds"], rows))
 
 
 def _round(value: float | None) -> float | None:

@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import dev
+
 __all__ = ["ROOT", "Done", "clean_environment", "run"]
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,13 +55,16 @@ class Done:
 def clean_environment(folder: Path, inherited: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return the environment of children: this source tree, a cache in `folder`, and no settings of the caller's.
 
-    Nothing needs to be installed. The cache is named by XDG_CACHE_HOME, because the pytest plugin removes COMM_*.
+    Nothing needs to be installed: the plugins of this tree are found by what an installation would record about them.
+    The cache is named by XDG_CACHE_HOME, because the pytest plugin removes COMM_*.
     `folder` is also where children that need no MPS look for its daemon, and don't find one.
     """
     kept = os.environ if inherited is None else inherited
     environment = {name: value for name, value in kept.items() if not name.startswith(_REMOVED)}
     sources = [str(path) for path in sorted((ROOT / "packages").glob("*/src"))]
-    environment["PYTHONPATH"] = os.pathsep.join([*sources, str(ROOT / "tools")])
+    metadata = folder / "metadata"
+    dev.write_metadata(ROOT, metadata)
+    environment["PYTHONPATH"] = os.pathsep.join([*sources, str(ROOT / "tools"), str(metadata)])
     environment["XDG_CACHE_HOME"] = str(folder / "cache")
     environment["CUDA_MPS_PIPE_DIRECTORY"] = str(folder / "no-mps")
     return environment

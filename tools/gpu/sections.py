@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from gpu import junit, mps
+from gpu import bench_rows, junit, mps
 from gpu.processes import ROOT, Done, run
 from gpu.report import Goal, Section, Table
 
@@ -111,6 +111,8 @@ def _less(context: Context) -> list[str]:
 
 
 _KILLS = "--ignore-glob=*_kill.py"
+_PLAIN = ("test_gpu_dist.py", "test_gpu_bench_links.py")
+"""Tests with NCCL."""
 
 
 def _note_mps(section: Section, service: mps.Mps) -> None:
@@ -136,13 +138,14 @@ def links(context: Context, section: Section) -> None:
         return
     sizes = ",".join(map(str, sorted({2, context.gpus, 8})))
     folders = _test_folders()
-    plain = [str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("packages/*/tests/gpu/test_gpu_dist.py"))]
+    found = [path for name in _PLAIN for path in sorted(ROOT.glob(f"packages/*/tests/gpu/{name}"))]
+    plain = [str(path.relative_to(ROOT)) for path in found]
     # NCCL is tested as it is used: one process on each GPU, no MPS.
     _pytest(context, section, "torch.distributed", plain, 120)
     with mps.running(context.environment) as service:
         _note_mps(section, service)
         inside = replace(context, environment=service.environment).changed(GPU_CHECK_SIZES=sizes)
-        options = [_KILLS, "--ignore-glob=*test_gpu_dist.py", *_less(context)]
+        options = [_KILLS, *(f"--ignore-glob=*{name}" for name in _PLAIN), *_less(context)]
         _pytest(inside, section, "across GPUs", folders, 75 if context.quick else 300, *options)
 
 
@@ -255,7 +258,7 @@ def build(context: Context, section: Section) -> None:
 
 
 def bench(context: Context, section: Section) -> None:
-    """Time windows with all ranks on one GPU."""
+    """Time barriers, calls and exchanges with all ranks on one GPU."""
     with mps.running(context.on_one_gpu().environment) as service:
         if not service.active:
             section.status = "skipped"
@@ -265,29 +268,41 @@ def bench(context: Context, section: Section) -> None:
 
 
 def bench_links(context: Context, section: Section) -> None:
-    """Time windows and NCCL with a GPU for each rank."""
+    """Time barriers, calls and exchanges with a GPU for each rank."""
     if context.gpus < 2:
         section.status, section.why = "skipped", ["there is one GPU"]
         return
     _bench(context, section, "links")
 
 
+_COMMCTL = "from comm_core.cli.main import main; main()"
+
+
 def _bench(context: Context, section: Section, where: str) -> None:
-    results = context.folder / f"bench-{where}.json"
-    command = _module("gpu.bench_windows", "--where", where, "--json", str(results))
-    command += ["--quick"] if context.quick else []
-    done = context.run(f"bench, {where}", command, 60 if context.quick else 170)
-    found = _read_json(results)
+    quick = ["--quick"] if context.quick else []
+    windows, ulysses = (context.folder / f"{name}-{where}.json" for name in ("bench-windows", "bench-ulysses"))
+    command = _module("gpu.bench_windows", "--where", where, "--json", str(windows), *quick)
+    done = context.run(f"bench, windows, {where}", command, 60 if context.quick else 120)
+    found = _read_json(windows)
     if found is not None:
-        add_bench(section, found, where == "shared")
+        add_windows(section, found, where == "shared")
     if done.code != 0:
-        section.fail(f"the benchmark: {done.verdict}")
+        section.fail(f"the benchmark of windows: {done.verdict}")
+    # Two ranks: what the goals are for, and what reports of different machines have in common.
+    command = [sys.executable, "-c", _COMMCTL, "bench", "ulysses", "--where", where, "--ranks", "2"]
+    # At its deadline it is interrupted, and writes what it has.
+    done = context.run(
+        f"bench, exchanges, {where}", [*command, "--json", str(ulysses), *quick], 90 if context.quick else 240, 20
+    )
+    found = _read_json(ulysses)
+    if found is not None:
+        bench_rows.add_exchanges(section, found)
+    if done.code != 0 and (found is None or not found["errors"]):
+        section.fail(f"commctl bench ulysses: {done.verdict}")
 
 
-def add_bench(section: Section, found: Mapping[str, Any], shared: bool) -> None:
+def add_windows(section: Section, found: Mapping[str, Any], shared: bool) -> None:
     """Add what ``gpu.bench_windows`` found as tables and goals."""
-    from gpu import bench_rows
-
     for name, error in found["errors"].items():
         section.fail(f"{name}: {error}")
     bench_rows.add(section, found, shared, barrier_goal_us=_BARRIER_GOAL_US, call_goal_us=_CALL_GOAL_US)

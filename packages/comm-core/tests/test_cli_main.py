@@ -135,6 +135,29 @@ def test_a_plugin_adds_a_command(plugin: Any, capsys: pytest.CaptureFixture[str]
     assert "Commands of plugins: greet" in capsys.readouterr().out
 
 
+def test_a_plugin_adds_a_benchmark(plugin: Any, capsys: pytest.CaptureFixture[str]):
+    """`bench NAME` puts it beside the benchmarks of comm-core, which it can't replace."""
+    plugin("hello", with_commands(("bench greet", greeting()), ("bench ulysses", greeting())))
+    assert commctl("bench", "greet", "--name", "world") == 0
+    assert capsys.readouterr().out == "hello world\n"
+    assert commctl("bench", "--help") == 0
+    listed = capsys.readouterr().out
+    assert "Say hello." in listed and listed.count("ulysses") == 1
+    assert commctl("bench", "ulysses", "--help") == 0
+    assert "--geometry" in capsys.readouterr().out
+    assert commctl("greet") == 2 and commctl("bench", "nothing") == 2
+
+
+@pytest.mark.parametrize("name", ["topo greet", "bench greet often", "bench  greet", " greet", ""])
+def test_a_command_that_nobody_could_call_is_reported(plugin: Any, name: str, capsys: pytest.CaptureFixture[str]):
+    plugin("hello", with_commands((name, greeting())))
+    assert commctl("plugins", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["commands"] == []
+    (error,) = found["command_errors"]
+    assert "one word, or 'bench NAME'" in error and repr(name) in error
+
+
 def test_a_plugin_can_not_replace_a_built_in_command(plugin: Any, capsys: pytest.CaptureFixture[str]):
     plugin("hello", with_commands(("plugins", greeting())))
     assert commctl("plugins", "--json") == 0

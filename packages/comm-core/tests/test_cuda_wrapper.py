@@ -141,6 +141,13 @@ def test_the_guard_selects_and_restores(four_gpus):
         assert _cuda.current_device() == 2
 
 
+def test_a_guard_is_needed_on_another_device_only(four_gpus):
+    """A call on the current device, or on a CPU (-1), goes without."""
+    assert [_cuda.is_current(index) for index in (-1, 0, 1, 2)] == [True, False, False, True]
+    with _cuda.device_guard(torch.device("cuda", 1)):
+        assert [_cuda.is_current(index) for index in (-1, 1, 2)] == [True, True, False]
+
+
 def test_the_installed_torch_can_be_asked():
     """V18: the real torch answers, with CUDA or without, and capture is false outside of one."""
     assert _cuda.device_count() >= 0

@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -43,10 +44,10 @@ def preparation(size: int = 2, properties: Properties | None = None) -> Preparat
     return Preparation(LIMITS, size - 1, size, "test", Properties() if properties is None else properties)
 
 
-def outcome(call: Callable[[], Any]) -> Any:
+def outcome(prepare: Callable[..., Any], arguments: Sequence[Any]) -> Any:
     """Return a call in a form that can be compared, or its error."""
     try:
-        made = call()
+        made = prepare(*arguments)
     except Exception as error:
         return type(error), str(error)
     workspace = None if made.workspace is None else id(made.workspace)
@@ -162,11 +163,19 @@ def test_whole_calls_are_taken_and_refused_as_by_one_that_knows_nothing(
             if dtype not in (None, F32) and staging is not None:
                 continue
             arguments = operation, xs[x], outs[out], dtype, staging
-            expected = outcome(lambda: preparation(size, properties).whole(*arguments))
-            assert outcome(lambda: warm.whole(*arguments)) == expected, (x, out, dtype, staging)
+            expected = outcome(preparation(size, properties).whole, arguments)
+            assert outcome(warm.whole, arguments) == expected, (x, out, dtype, staging)
             if not isinstance(expected[0], type):
                 accepted.add(x)
-    assert {"good", "good and another", "requires grad", "parameter", "view", "dtype", "other size of dtype"} <= accepted
+    assert {
+        "good",
+        "good and another",
+        "requires grad",
+        "parameter",
+        "view",
+        "dtype",
+        "other size of dtype",
+    } <= accepted
     assert accepted.isdisjoint({"freed", "negated", "zero tensor", "meta", "sparse", "nested", "large", "fake"})
     # With one long dimension, every stride that means something is right.
     assert ("not contiguous" in accepted) == (operation == "exchange_chunks")
@@ -195,8 +204,40 @@ def test_qkv_chunks_are_taken_and_refused_as_by_one_that_knows_nothing(which: st
     for change, band, staging in itertools.product(changes, bands, (None, workspace, small)):
         given = {**base, "out": out, which: changes[change]}
         arguments = (*(given[name] for name in ("query", "key", "value")), *band, given["out"], staging)
-        expected = outcome(lambda: preparation().scatter_qkv_head_chunk(*arguments))
-        assert outcome(lambda: warm.scatter_qkv_head_chunk(*arguments)) == expected, (change, band, staging)
+        expected = outcome(preparation().scatter_qkv_head_chunk, arguments)
+        assert outcome(warm.scatter_qkv_head_chunk, arguments) == expected, (change, band, staging)
+
+
+def test_operands_of_different_extent_are_compared_with_the_output_each_by_its_own() -> None:
+    """Q in one piece, K and V spread, and an output that moves over all of them."""
+    storage = torch.zeros(8 * NUMEL)
+    shape, shape_out = (1, 2, 2, 4), (1, 4, 1, 12)
+    query = storage[:16].view(shape)
+    key = storage[100:].as_strided(shape, (48, 24, 12, 2), 100)
+    value = storage.as_strided(shape, (96, 48, 24, 1), 300)
+    warm = preparation()
+    taken = 0
+    for start in range(450):
+        out = storage[start : start + 48].view(shape_out)
+        arguments = (query, key, value, 0, 1, out, None)
+        expected = outcome(preparation().scatter_qkv_head_chunk, arguments)
+        assert outcome(warm.scatter_qkv_head_chunk, arguments) == expected, start
+        taken += not isinstance(expected[0], type)
+    assert 100 < taken < 300
+
+
+def test_a_result_in_the_workspace_stays_there_when_the_geometry_is_known() -> None:
+    properties = Properties(staging=True)
+    warm = preparation(properties=properties)
+    workspace = UlyssesWorkspace(max_elems=NUMEL, dtype=F32, device="cpu")
+    x, out = torch.ones(1, 4, 4, 8), torch.empty(1, 8, 1, 24)
+    for target in (out, None, out, None):
+        arguments = (x, x, x, 0, 1, target, workspace)
+        expected = outcome(preparation(properties=properties).scatter_qkv_head_chunk, arguments)
+        assert outcome(warm.scatter_qkv_head_chunk, arguments) == expected
+        made = warm.scatter_qkv_head_chunk(*arguments).out
+        assert made is not None
+        assert made.data_ptr() == (workspace.recv_buffer if target is None else out).data_ptr()
 
 
 @pytest.mark.parametrize("which", ["x", "out"])
@@ -220,8 +261,8 @@ def test_output_chunks_are_taken_and_refused_as_by_one_that_knows_nothing(which:
     for change, band, staging in itertools.product(changes, bands, (None, workspace, small)):
         given = {**base, which: changes[change]}
         arguments = (given["x"], *band, given["out"], staging)
-        expected = outcome(lambda: preparation().gather_output_head_chunk(*arguments))
-        assert outcome(lambda: warm.gather_output_head_chunk(*arguments)) == expected, (change, band, staging)
+        expected = outcome(preparation().gather_output_head_chunk, arguments)
+        assert outcome(warm.gather_output_head_chunk, arguments) == expected, (change, band, staging)
 
 
 def test_a_known_geometry_is_not_checked_in_full_again(full_checks: list[str]) -> None:
@@ -235,9 +276,9 @@ def test_a_known_geometry_is_not_checked_in_full_again(full_checks: list[str]) -
             warm.whole("scatter_heads", x, target, dtype, staging)
         warm.whole("gather_heads", x, torch.empty(2, 2, 8, 8), None, None)
         warm.whole("exchange_chunks", torch.ones(1, 1, 2, 5), None, None, None)
-        fused = torch.ones(2, 4, 4, 3, 8)
+        query, key, value = torch.ones(2, 4, 4, 3, 8).unbind(3)
         for staging in (None, workspace):
-            warm.scatter_qkv_head_chunk(*fused.unbind(3), 1, 1, torch.empty(2, 8, 1, 24), staging)
+            warm.scatter_qkv_head_chunk(query, key, value, 1, 1, torch.empty(2, 8, 1, 24), staging)
             warm.gather_output_head_chunk(torch.ones(2, 4, 2, 8)[:, :, :1], 2, 1, full, staging)
 
     calls()
@@ -246,6 +287,52 @@ def test_a_known_geometry_is_not_checked_in_full_again(full_checks: list[str]) -
     full_checks.clear()
     calls()
     assert full_checks == []
+
+
+def test_subclasses_are_always_checked_in_full(full_checks: list[str]) -> None:
+    """What they say of themselves may be anything."""
+    warm = preparation()
+    plain, out = torch.ones(*SHAPE), torch.empty(2, 8, 2, 8)
+    warm.whole("scatter_heads", plain, out, None, None)
+    full_checks.clear()
+    warm.whole("scatter_heads", plain.as_subclass(Subclass), out, None, None)
+    warm.whole("scatter_heads", torch.nn.Parameter(plain), out, None, None)
+    warm.whole("scatter_heads", plain, out.as_subclass(Subclass), None, None)
+    assert len(full_checks) == 3
+
+
+def test_bytes_are_shared_or_not_to_the_byte_and_devices_are_compared(full_checks: list[str]) -> None:
+    limits = Limits(CPU, torch.uint8, 64)
+    warm = Preparation(limits, 0, 2, "test", Properties())
+    storage = torch.zeros(64, dtype=torch.uint8)
+    x = storage[20:36].view(1, 1, 2, 8)
+    warm.whole("exchange_chunks", x, None, None, None)
+    full_checks.clear()
+    for start in range(64 - 16 + 1):
+        out = storage[start : start + 16].view(x.shape)
+        if start <= 4 or start >= 36:
+            assert warm.whole("exchange_chunks", x, out, None, None).out is out
+            continue
+        with pytest.raises(ArgumentValueError, match="overlap"):
+            warm.whole("exchange_chunks", x, out, None, None)
+        assert full_checks.pop() == "_check_whole"
+    assert full_checks == []
+    known = warm._geometries.find(("exchange_chunks", x.shape, torch.uint8))
+    assert known is not None and known.admits((x,), x.clone(), None)
+    elsewhere = replace(known, device=torch.device("cuda", 0))
+    assert not elsewhere.admits((x,), x.clone(), None)
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
+def test_lazily_conjugated_tensors_are_refused_when_their_geometry_is_known() -> None:
+    """A complex32 has four bytes, and so can be moved."""
+    warm = preparation()
+    x, out = torch.zeros(*SHAPE, dtype=torch.complex32), torch.zeros(2, 8, 2, 8, dtype=torch.complex32)
+    for _ in range(2):
+        warm.whole("scatter_heads", x, out, torch.complex32, None)
+        for name, source, target in (("x", x.conj(), out), ("out", x, out.conj())):
+            with pytest.raises(ArgumentValueError, match=f"{name} is a view .*resolve_conj"):
+                warm.whole("scatter_heads", source, target, torch.complex32, None)
 
 
 def test_nothing_that_was_refused_is_known() -> None:

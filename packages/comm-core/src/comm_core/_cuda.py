@@ -143,7 +143,7 @@ def is_capturing() -> bool:
 
 
 def is_current(index: int) -> bool:
-    """Return whether device `index` is the current one, and so needs no guard; a negative one, for a CPU, always is."""
+    """Return whether device `index` is the current one, and so needs no guard; -1, a CPU, always is."""
     return index < 0 or source()._C._cuda_getDevice() == index
 
 

@@ -9,38 +9,28 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from comm_core.errors import UnsupportedError
 from comm_core.transport.plan import Copy, Level, Plan
 from comm_core.windows.table import Entry, entries_of
 from comm_nvlink.routes import Route, evenly
 
-__all__ = ["Compiled", "compile_copies", "compile_table", "cut"]
+__all__ = ["Table", "compile_copies", "compile_table", "cut", "cut_all"]
 
-_HEADER = struct.Struct("Q4I0Q")
+_HEADER = struct.Struct("Q4I8x")
+_RECORD = struct.Struct("12I")
+_ENTRY_UNIT = 16
 _COPIES = struct.Struct("4I")
 _COPY = struct.Struct("7Q")
 _ENTRY_LIMIT = 1 << 30
 """Bytes of one entry: the device numbers its vectors, of one byte at worst, in 32 bits with room to step past."""
 _MAX_COPIES = 64
 """Copies of the copy engines for one peer and chunk; more of them cost more than they save."""
+_MOST_COPIES = 1 << 16
+"""The same where nothing else may be used; enqueueing so many takes a tenth of a second."""
 _MIN_WIDTH = 512
 """Bytes of a row below which the copy engines are slower than the SMs."""
 _MAX_PITCH = 2**31 - 1
 """What CUDA takes as a pitch."""
-
-
-@dataclass(frozen=True)
-class Compiled:
-    """What one rank executes for a plan.
-
-    Attributes:
-        table: for the device.
-        copies: for the launcher of the copy engines; None where they are not used.
-        blocks: of the exchange kernel.
-    """
-
-    table: bytes
-    copies: bytes | None
-    blocks: int
 
 
 def cut(copy: Copy, begin: int, end: int) -> list[Copy]:
@@ -111,37 +101,61 @@ def _starts(lists: Sequence[Sequence[object]]) -> bytes:
     return struct.pack(f"{len(starts)}I{len(starts) % 2}I", *starts, *[0] * (len(starts) % 2))
 
 
-def compile_table(plan: Plan, route: Route) -> bytes:
+@dataclass(frozen=True)
+class Table:
+    """What the exchange kernel of one rank executes for a plan.
+
+    Attributes:
+        data: for the device.
+        record_bytes: of each block's record.
+        records: for every block its lists of entries, as in the kernel's header.
+    """
+
+    data: bytes
+    record_bytes: int
+    records: tuple[tuple[tuple[Entry, ...], ...], ...]
+
+
+def compile_table(plan: Plan, route: Route) -> Table:
     """Return the device's table of a plan: for every block its part of each list (see ulysses.cuh).
 
     Raises:
         UnsupportedError: the plan has more levels than the device's tables.
     """
     peers = plan.world_size - 1
-    order = [(plan.rank + 1 + block % peers) % plan.world_size for block in range(route.blocks)]
-    slices = [block // peers for block in range(route.blocks)]
     sends = [_of_peer(plan.sends, peer) for peer in range(plan.world_size)]
     receives = [[in_place(copy) for copy in _of_peer(plan.receives, peer)] for peer in range(plan.world_size)]
     known = _of_peer(plan.receives, plan.rank)
     total = sum(copy.nbytes for copy in known)
-
-    def part(copies: Sequence[Copy], cuts: Sequence[int], index: int) -> list[Entry]:
-        return list(_entries(cut_all(copies, cuts[index], cuts[index + 1])))
-
-    lists: list[list[Entry]] = []
+    records: list[tuple[tuple[Entry, ...], ...]] = []
     if route.blocks:
         own = evenly(known, 0, total, route.blocks)
-        lists += [part(sends[plan.rank], own, block) for block in range(route.blocks)]
-        lists += [part(sends[peer], route.head, s) for peer, s in zip(order, slices, strict=True)]
         begin, end = (route.rest[0], route.rest[-1]) if route.rest else (total, total)
         rests = evenly(known, begin, end, route.slices)
-        lists += [part(sends[peer], rests, s) for peer, s in zip(order, slices, strict=True)]
-        lists += [part(receives[peer], route.head, s) for peer, s in zip(order, slices, strict=True)]
-        for chunk in range(route.chunks):
-            cuts = evenly(known, route.rest[chunk], route.rest[chunk + 1], route.slices)
-            lists += [part(receives[peer], cuts, s) for peer, s in zip(order, slices, strict=True)]
-    header = _HEADER.pack(plan.target_bytes, route.blocks, route.slices, route.chunks, len(lists))
-    return header + _starts(lists) + b"".join(entry.pack() for entries in lists for entry in entries)
+        chunks = [
+            evenly(known, begin, end, route.slices) for begin, end in zip(route.rest, route.rest[1:], strict=False)
+        ]
+        for block in range(route.blocks):
+            peer, part = (plan.rank + 1 + block % peers) % plan.world_size, block // peers
+            cuts = [(sends[plan.rank], own, block), (sends[peer], route.head, part), (sends[peer], rests, part)]
+            cuts += [(receives[peer], edges, part) for edges in (route.head, *chunks)]
+            records.append(tuple(_list(cut_all(copies, edges[i], edges[i + 1])) for copies, edges, i in cuts))
+    packed = [_record(lists) for lists in records]
+    size = -(-max(map(len, packed), default=0) // _ENTRY_UNIT) * _ENTRY_UNIT
+    header = _HEADER.pack(plan.target_bytes, route.blocks, route.slices, route.chunks, size)
+    return Table(header + b"".join(data.ljust(size, b"\0") for data in packed), size, tuple(records))
+
+
+def _list(copies: Sequence[Copy]) -> tuple[Entry, ...]:
+    return tuple(_entries(copies))
+
+
+def _record(lists: Sequence[Sequence[Entry]]) -> bytes:
+    starts = [0]
+    for entries in lists:
+        starts.append(starts[-1] + len(entries))
+    starts += [starts[-1]] * (_RECORD.size // 4 - len(starts))
+    return _RECORD.pack(*starts) + b"".join(entry.pack() for entries in lists for entry in entries)
 
 
 class _Copy2D(tuple[int, ...]):
@@ -150,9 +164,9 @@ class _Copy2D(tuple[int, ...]):
     __slots__ = ()
 
 
-def _pitched(copy: Copy, widths: Mapping[int, int]) -> list[_Copy2D] | None:
+def _pitched(copy: Copy, widths: Mapping[int, int], only_engines: bool) -> list[_Copy2D] | None:
     """Return the copies of at most one pitched level that make up `copy`; None where engines are no good for it."""
-    if copy.levels and copy.row_bytes < _MIN_WIDTH:
+    if copy.levels and copy.row_bytes < _MIN_WIDTH and not only_engines:
         return None
     level = copy.levels[-1] if copy.levels else Level(1, copy.row_bytes, copy.row_bytes)
     pitches = (level.source_pitch, level.target_pitch)
@@ -161,7 +175,7 @@ def _pitched(copy: Copy, widths: Mapping[int, int]) -> list[_Copy2D] | None:
     count = 1
     for outer in copy.levels[:-1]:
         count *= outer.repeat
-    if count > _MAX_COPIES:
+    if count > (_MOST_COPIES if only_engines else _MAX_COPIES):
         return None
     pieces = widths.get(copy.row_bytes, 1) if level.repeat > 1 else 1
     edges = [copy.row_bytes * i // pieces // 16 * 16 for i in range(pieces)] + [copy.row_bytes]
@@ -179,29 +193,35 @@ def compile_copies(plan: Plan, route: Route, widths: Mapping[int, int]) -> bytes
 
     None where there is no rest, or where the copy engines are no good for the rows of this rank's operands: then its
     SMs store the rests too, and no other rank need know.
+
+    Raises:
+        UnsupportedError: there are no SMs to do it, and the engines can't at all.
     """
     if not route.rest:
         return None
+    only = route.blocks == 0
     ranges = [*zip(route.rest, route.rest[1:], strict=False), (route.rest[0], route.rest[-1])]
+    sends = [_of_peer(plan.sends, peer) for peer in range(plan.world_size)]
+    own = sends[plan.rank]
+    pieces = [
+        [] if peer == plan.rank else cut_all(sends[peer], begin, end)
+        for begin, end in ranges
+        for peer in range(plan.world_size)
+    ]
+    pieces.append(own if only else [])
     lists: list[list[_Copy2D]] = []
-
-    def add(copies: Sequence[Copy], begin: int, end: int) -> bool:
+    for copies in pieces:
         made: list[_Copy2D] = []
-        for copy in cut_all(copies, begin, end):
-            pitched = _pitched(copy, widths)
-            if pitched is None:
-                return False
+        for copy in copies:
+            pitched = _pitched(copy, widths, only)
+            if pitched is None and only:
+                raise UnsupportedError(
+                    f"{plan.operation}: the copy engines can't move rows of {copy.row_bytes} bytes with {copy.levels}, "
+                    "and max_sms=0 leaves nothing else: pass operands with larger rows, or allow some SMs"
+                )
+            if pitched is None or (len(made) + len(pitched) > _MAX_COPIES and not only):
+                return None
             made += pitched
         lists.append(made)
-        return len(made) <= _MAX_COPIES
-
-    for begin, end in ranges:
-        for peer in range(plan.world_size):
-            copies = [] if peer == plan.rank else _of_peer(plan.sends, peer)
-            if not add(copies, begin, end):
-                return None
-    own = _of_peer(plan.sends, plan.rank)
-    if not add(own if route.blocks == 0 else [], 0, sum(copy.nbytes for copy in own)):
-        return None
     header = _COPIES.pack(route.chunks, plan.world_size, len(lists), 0)
     return header + _starts(lists) + b"".join(_COPY.pack(*copy) for copies in lists for copy in copies)

@@ -15,7 +15,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from comm_core.cli import jit
+from comm_core.cli import bench, jit
 from comm_core.errors import CommError
 
 __all__ = ["app", "main"]
@@ -47,6 +47,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+app.add_typer(bench.app)
 app.add_typer(jit.app)
 
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -246,6 +247,14 @@ class TransportSession(ABC):
             UnsupportedError: the transport stages no inputs.
         """
         raise UnsupportedError(f"{type(self).__name__} stages no inputs")
+
+    def memory_pool(self) -> AbstractContextManager[object]:
+        """Return a context in which this thread's allocations come from memory that exchanges write in place. Local.
+
+        Raises:
+            UnsupportedError: the transport has no such memory, or was not asked to have any.
+        """
+        raise UnsupportedError(f"{type(self).__name__} has no memory pool: pass outputs from allocate_output")
 
     def window(self, nbytes: int) -> Window:
         """Allocate a window of `nbytes` on every rank. Collective.

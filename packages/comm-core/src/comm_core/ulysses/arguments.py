@@ -10,15 +10,19 @@ import torch
 
 from comm_core import _cuda
 from comm_core._dtypes import check_dtype
+from comm_core._json import Json
 from comm_core.errors import ArgumentValueError
 from comm_core.group import Group
 from comm_core.ulysses.decision import default_device
-from comm_core.ulysses.validation import MAX_BYTES, positive_int
+from comm_core.ulysses.validation import MAX_BYTES, count, positive_int
 
 __all__ = ["NVLINK_KERNELS", "Arguments"]
 
 NVLINK_KERNELS = ("auto", "portable", "cake")
 """What `nvlink_kernel` may be."""
+MAX_SMS = 1024
+"""More than any GPU has."""
+MAX_POOL_BYTES = 1 << 40
 
 
 class Arguments:
@@ -31,12 +35,16 @@ class Arguments:
         dtype: object,
         nvlink_kernel: object,
         device: torch.device | str | int | None,
+        max_sms: object,
+        pool_bytes: object,
         group: Group,
     ) -> None:
         self.errors: list[Exception] = []
         self.dtype: torch.dtype = torch.uint8
         self.max_bytes = 0
         self.nvlink_kernel = "auto"
+        self.max_sms: int | None = None
+        self.pool_bytes = 0
         self.device = torch.device("cpu")
         with self._collect():
             self.dtype = check_dtype(dtype)
@@ -47,7 +55,16 @@ class Arguments:
                 raise ArgumentValueError(f"nvlink_kernel must be one of {NVLINK_KERNELS}, got {nvlink_kernel!r}")
             self.nvlink_kernel = str(nvlink_kernel)
         with self._collect():
+            self.max_sms = None if max_sms is None else count(max_sms, "max_sms", MAX_SMS)
+        with self._collect():
+            self.pool_bytes = count(pool_bytes, "pool_bytes", MAX_POOL_BYTES)
+        with self._collect():
             self.device = default_device(group) if device is None else _cuda.normalize_device(device)
+
+    @property
+    def options(self) -> dict[str, Json]:
+        """What belongs to single transports, as it is agreed by the ranks."""
+        return {"nvlink_kernel": self.nvlink_kernel, "max_sms": self.max_sms, "pool_bytes": self.pool_bytes}
 
     @contextlib.contextmanager
     def _collect(self) -> Generator[None]:

@@ -72,6 +72,10 @@ class UlyssesCommunicator:
         device: this rank's device. None is the current CUDA device where the group has NCCL or CUDA is initialized
             in this process, else the CPU. An int is a CUDA ordinal.
         max_elems: deprecated: the capacity in elements of `dtype`. Give exactly one capacity.
+        max_sms: most multiprocessors that a call may use while bytes travel, for calls beside other kernels; 0 leaves
+            the transfer to the copy engines alone. None is the transport's choice. Equal on all ranks; transports
+            whose kernels are not theirs to size (``"nccl"``) take no notice.
+        pool_bytes: size of the arena of `memory_pool` in bytes; 0 is none. Equal on all ranks.
 
     Raises:
         ArgumentTypeError: the group is none (raised here alone; everything else is raised on every rank).
@@ -90,6 +94,8 @@ class UlyssesCommunicator:
         nvlink_kernel: str = "auto",
         device: torch.device | str | int | None = None,
         max_elems: int | None = None,
+        max_sms: int | None = None,
+        pool_bytes: int = 0,
     ) -> None:
         self._session: TransportSession | None = None
         self._closed = False
@@ -98,7 +104,7 @@ class UlyssesCommunicator:
         self._calls = 0
         self._bytes_sent = 0
         self._group = as_group(group)
-        arguments = Arguments(max_bytes, max_elems, dtype, nvlink_kernel, device, self._group)
+        arguments = Arguments(max_bytes, max_elems, dtype, nvlink_kernel, device, max_sms, pool_bytes, self._group)
         if self._group.size == 1:
             arguments.raise_first()
         asked = Asked(
@@ -108,7 +114,7 @@ class UlyssesCommunicator:
             dtype_name(arguments.dtype),
             arguments.dtype.itemsize,
             arguments.max_bytes,
-            {"nvlink_kernel": arguments.nvlink_kernel},
+            arguments.options,
             tuple(map(str, arguments.errors)),
         )
         opened = self._decide(asked)
@@ -368,6 +374,25 @@ class UlyssesCommunicator:
                 return torch.empty(shape, dtype=element, device=self.device)
             return self._session.allocate_output(shape, element, self.device)
 
+    def memory_pool(self) -> contextlib.AbstractContextManager[object]:
+        """Allocate tensors in memory that calls write without staging: ``with comm.memory_pool(): y = torch.empty(…)``.
+
+        Every allocation of this thread on this device inside the block comes from the communicator's arena of
+        `pool_bytes`, through torch's caching allocator (which takes it in steps of 2 MiB, and of 20 MiB for sizes
+        from 1 to 10 MiB). A tensor of the pool may be the output of any call, at any offset, on this rank alone. It
+        must not be used after `close`, and a captured graph that writes it needs it alive for as long as it is
+        replayed: the peers write the address that was captured. Local.
+
+        Raises:
+            UnsupportedError: the transport has no such memory, or `pool_bytes` was 0.
+            torch.OutOfMemoryError: inside the block, where the arena is exhausted; it says what to raise.
+        """
+        self._usable("memory_pool")
+        if self._session is None:
+            # One rank: no peer writes anything, so any memory will do.
+            return contextlib.nullcontext()
+        return self._session.memory_pool()
+
     def create_workspace(self, *, max_elems: int | None = None) -> UlyssesWorkspace:
         """Allocate staging for this communicator. Local.
 
@@ -451,7 +476,7 @@ class UlyssesCommunicator:
         """Make a call of what `prepare` makes of `arguments`, alone, on this rank's device, and without gradients."""
         if self._closed or self._broken is not None:
             self._usable(operation)
-        if not self._busy.acquire(False):  # noqa: FBT003 - as a keyword it takes twice as long
+        if not self._busy.acquire(False):
             raise UnsupportedError(
                 f"{operation}: another call of this communicator is running in another thread; a communicator takes "
                 "one call at a time, make one for each thread"
@@ -471,9 +496,7 @@ class UlyssesCommunicator:
         finally:
             self._busy.release()
 
-    def _execute(
-        self, operation: str, prepare: Callable[..., Call], arguments: tuple[object, ...]
-    ) -> torch.Tensor:
+    def _execute(self, operation: str, prepare: Callable[..., Call], arguments: tuple[object, ...]) -> torch.Tensor:
         if self._checked:
             call = agree(self._group, operation, self._number, self._calls, lambda: prepare(*arguments))
         else:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any, cast
 
 import torch
 
@@ -38,6 +38,7 @@ class Known:
         shape: of the output.
         dtype: element type of the operands and the output.
         extents: bytes from the first of each operand to one past its last.
+        itemsize: bytes of an element.
         out_bytes: size of the output.
         numel: elements that a workspace must hold.
         geometry: as in `Call`.
@@ -49,13 +50,14 @@ class Known:
     shape: tuple[int, ...]
     dtype: torch.dtype
     extents: tuple[int, ...]
+    itemsize: int
     out_bytes: int
     numel: int
     geometry: JsonObject
     device: torch.device
     registered: bool
 
-    def admits(self, operands: Sequence[torch.Tensor], out: object, workspace: object) -> bool:
+    def admits(self, operands: Sequence[torch.Tensor], out: Any, workspace: object) -> bool:
         """Return whether a call of this geometry is sure to pass every check that is no matter of geometry.
 
         These are: a plain tensor on the right device whose bytes are its values and exist; an output that is
@@ -66,30 +68,29 @@ class Known:
             out: what was passed as output.
             workspace: what was passed as workspace.
         """
-        dtype, device = self.dtype, self.device
+        dtype, device, itemsize = self.dtype, self.device, self.itemsize
         start = end = 0
         if out is not None:
-            if not is_plain(out, dtype, device) or out.shape != self.shape or not out.is_contiguous():
+            start = _plain_address(out, dtype, device, itemsize)
+            if not start or out.shape != self.shape or not out.is_contiguous():
                 return False
-            start = out.data_ptr()
             end = start + self.out_bytes
         elif self.registered:
             return False
-        at = 0
-        for operand in operands:
-            if not is_plain(operand, dtype, device):
+        for operand, nbytes in zip(operands, self.extents):  # noqa: B905 - strict takes as long as a check
+            address = _plain_address(operand, dtype, device, itemsize)
+            if not address or (start < address + nbytes and address < end):
                 return False
-            address = operand.data_ptr()
-            if start < address + self.extents[at] and address < end:
-                return False
-            at += 1
         return workspace is None or self._admits_workspace(operands, out, workspace)
 
     def call(self, operands: Sequence[torch.Tensor], out: Any, workspace: Any) -> Call:
         """Return the call of this geometry, for arguments that it admits."""
-        return Call(self.plan, operands, self.shape, self.dtype, out, workspace, self.geometry)
+        call: Call = _new_tuple(Call, (self.plan, operands, self.shape, self.dtype, out, workspace, self.geometry))
+        return call
 
-    def _admits_workspace(self, operands: Sequence[torch.Tensor], out: torch.Tensor | None, workspace: object) -> bool:
+    def _admits_workspace(
+        self, operands: Sequence[torch.Tensor], out: torch.Tensor | None, workspace: object
+    ) -> bool:
         if (
             self.registered
             or type(workspace) is not UlyssesWorkspace
@@ -111,21 +112,28 @@ class Known:
 
 
 _Tensor = torch.Tensor
-_strided = torch.strided
+_new_tuple = cast("Any", tuple).__new__
+"""Makes a `Call` as its class does, without the function in between, which takes longer than making it."""
 
 
-def is_plain(x: object, dtype: torch.dtype, device: torch.device) -> TypeGuard[torch.Tensor]:
-    """Return whether `x` is no subclass, dense, of that dtype, there, and its bytes are its values and exist."""
-    return (
+def _plain_address(x: Any, dtype: torch.dtype, device: torch.device, itemsize: int) -> int:
+    """Return the address of `x`, or 0 unless it is a plain tensor, of that dtype, there, whose bytes are its values.
+
+    A tensor that is not dense has no address or no shape, and raises where it is asked for one.
+    """
+    if (
         type(x) is _Tensor
         and x.dtype is dtype
-        and x.layout is _strided
-        and not x.is_nested
         and x.device == device
         and not x.is_neg()
-        and not x.is_conj()
-        and x.untyped_storage().data_ptr() != 0
-    )
+        # Only these can be conjugated lazily, and asking the others takes longer than asking the dtype.
+        and not (dtype.is_complex and x.is_conj())
+    ):
+        address = x.data_ptr()
+        # Where the memory was given back, what is left of the address is the offset.
+        if address != x.storage_offset() * itemsize:
+            return address
+    return 0
 
 
 class Geometries:

@@ -78,7 +78,9 @@ class Preparation:
         """Prepare a call of `UlyssesCommunicator.scatter_qkv_head_chunk`."""
         which = None
         if (
-            type(query) is type(key) is type(value) is torch.Tensor
+            type(query) is torch.Tensor
+            and type(key) is torch.Tensor
+            and type(value) is torch.Tensor
             # True and 1 are one key.
             and type(head_offset) is type(head_count) is int
         ):
@@ -279,7 +281,16 @@ class Preparation:
             for size in shape:
                 out_bytes *= size
             known = Known(
-                plan, shape, dtype, tuple(extents), out_bytes, numel, geometry, self._limits.device, self._registered
+                plan=plan,
+                shape=shape,
+                dtype=dtype,
+                extents=tuple(extents),
+                itemsize=dtype.itemsize,
+                out_bytes=out_bytes,
+                numel=numel,
+                geometry=geometry,
+                device=self._limits.device,
+                registered=self._registered,
             )
             self._geometries.keep(key, known)
         return Call(plan, operands, shape, dtype, out, workspace, geometry)

@@ -61,6 +61,15 @@ def positive_int(value: object, name: str, maximum: int | None = None) -> int:
     return value
 
 
+def count(value: object, name: str, maximum: int) -> int:
+    """Return `value` if it is an int (not a bool) from 0 to `maximum`."""
+    if type(value) is not int:
+        raise ArgumentTypeError(f"{name} must be an int, got {type(value).__name__} {value!r}")
+    if not 0 <= value <= maximum:
+        raise ArgumentValueError(f"{name} must be from 0 to {maximum}, got {value}")
+    return value
+
+
 def _tensor(x: object, name: str) -> torch.Tensor:
     if not isinstance(x, torch.Tensor):
         raise ArgumentTypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")

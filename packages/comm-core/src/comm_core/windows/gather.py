@@ -12,9 +12,9 @@ from comm_core.errors import TransportError
 from comm_core.transport.dist import SMALL_BYTES, check_small
 from comm_core.transport.plan import Copy, Plan
 
-__all__ = ["check_small", "self_test", "small_plan", "window_bytes"]
+__all__ = ["TEST_BYTES", "check_small", "self_test", "small_plan", "window_bytes"]
 
-_TEST_BYTES = 4099
+TEST_BYTES = 4099
 """A size that needs long and short vectors, and a row longer than one piece."""
 
 
@@ -45,7 +45,7 @@ class Gathers(Protocol):
 
 def pattern(rank: int, device: torch.device) -> torch.Tensor:
     """Return the bytes that `rank` sends in the self-test; no two ranks' agree anywhere."""
-    at = torch.arange(_TEST_BYTES, device=device, dtype=torch.int32)
+    at = torch.arange(TEST_BYTES, device=device, dtype=torch.int32)
     return ((at * 131 + rank * 17 + 1) % 251).to(torch.uint8)
 
 
@@ -56,18 +56,18 @@ def self_test(session: Gathers, device: torch.device, rank: int, world_size: int
         TransportError: a byte is wrong; the text names the rank that it should have come from.
         PeerStalledError: a rank did not take part.
     """
-    out = torch.empty(world_size * _TEST_BYTES, dtype=torch.uint8, device=device)
+    out = torch.empty(world_size * TEST_BYTES, dtype=torch.uint8, device=device)
     problem = ""
     for shift in range(2):
         out.fill_(0xEE)
         session.all_gather_small(pattern(rank + shift, device), out)
         _cuda.synchronize(device)
         session.check()
-        for peer, received in enumerate(out.view(world_size, _TEST_BYTES)):
+        for peer, received in enumerate(out.view(world_size, TEST_BYTES)):
             wrong = (received != pattern(peer + shift, device)).nonzero()
             if wrong.numel() and not problem:
                 problem = (
-                    f"{wrong.numel()} of {_TEST_BYTES} bytes from rank {peer} are wrong, the first at {int(wrong[0])}"
+                    f"{wrong.numel()} of {TEST_BYTES} bytes from rank {peer} are wrong, the first at {int(wrong[0])}"
                 )
     # Only now: a rank that left between the rounds would let the others wait for it until their deadline.
     if problem:

@@ -44,6 +44,10 @@ struct comm_nvlink_state_v1 {
   cudaEvent_t join;
 };
 
+static_assert(sizeof(comm_nvlink_copy_v1) == 56, "mirrored by comm_nvlink.table");
+static_assert(sizeof(comm_nvlink_copies_v1) == 16, "mirrored by comm_nvlink.table");
+static_assert(sizeof(comm_nvlink_state_v1) == 168, "mirrored by comm_nvlink.launch");
+
 struct comm_nvlink_open_args_v1 {
   COMM_ARGS;
   comm_nvlink_state_v1* state;
@@ -61,6 +65,8 @@ struct comm_nvlink_places_v1 {
   uint32_t known;  // bit p: rank p has posted
   uint32_t unused;
 };
+
+static_assert(sizeof(comm_nvlink_places_v1) == 104, "mirrored by comm_nvlink.launch");
 
 struct comm_nvlink_meet_args_v1 {
   COMM_ARGS;
@@ -84,10 +90,13 @@ struct comm_nvlink_exchange_args_v1 {
   void* landing;
   void* output;
   uint64_t window_offset;
+  uint64_t target_bytes;  // as in the table, like the next two
   uint32_t window;
   uint32_t operation;
   uint32_t blocks;  // 0: no SM is used while the copy engines work
   uint32_t staging_window;
+  uint32_t chunks;
+  uint32_t record_bytes;
 };
 
 namespace {
@@ -125,14 +134,26 @@ int enqueue_list(const comm_nvlink_copies_v1* copies, uint32_t list, char* targe
 int enqueue_flags(const comm_nvlink_state_v1* state, uint32_t peer, uint32_t chunk, uint32_t count,
                   cudaStream_t stream) {
   uint32_t rank = state->session->rank;
-  uint32_t* to = &state->flags[peer]->chunk[rank][chunk].value;
-  const uint32_t* from = &state->flags[rank]->token[chunk].value;
-  if (count == 1) {
-    COMM_CUDA(cudaMemcpyAsync(to, from, sizeof(*to), cudaMemcpyDeviceToDevice, stream));
-  } else {
-    COMM_CUDA(cudaMemcpy2DAsync(to, comm::kLineBytes, from, comm::kLineBytes, sizeof(*to), count,
-                                cudaMemcpyDeviceToDevice, stream));
-  }
+  COMM_CUDA(cudaMemcpyAsync(&state->flags[peer]->chunk[rank].value[chunk],
+                            &state->flags[rank]->token.value[chunk], count * sizeof(uint32_t),
+                            cudaMemcpyDeviceToDevice, stream));
+  return COMM_OK;
+}
+
+// Launch the exchange kernel. Its start may overlap the end of the kernel before it, of whatever
+// library: what it does before it waits for that one to be through touches nothing that could
+// change.
+int launch_exchange(const ExchangeParams& params, uint32_t blocks, cudaStream_t stream) {
+  cudaLaunchAttribute overlap = {};
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(blocks);
+  config.blockDim = dim3(comm::nvlink::kThreads);
+  config.stream = stream;
+  config.attrs = &overlap;
+  config.numAttrs = params.announces ? 1 : 0;
+  COMM_CUDA(cudaLaunchKernelEx(&config, comm::nvlink::exchange_kernel, params));
   return COMM_OK;
 }
 
@@ -169,8 +190,8 @@ int exchange_by_engines(const comm_nvlink_exchange_args_v1* args, const Exchange
   comm::nvlink::open_kernel<<<1, 32, 0, args->stream>>>(params);
   COMM_LAUNCHED(open_kernel);
   if (args->blocks != 0) {
-    comm::nvlink::exchange_kernel<<<args->blocks, comm::nvlink::kThreads, 0, state->side>>>(params);
-    COMM_LAUNCHED(exchange_kernel);
+    int status = launch_exchange(params, args->blocks, state->side);
+    if (status != COMM_OK) return status;
   } else {
     uint32_t own = (args->copies->chunks + 1) * params.session.world_size;
     int status = enqueue_list(args->copies, own, params.output, args->sources, state->side);
@@ -263,6 +284,9 @@ COMM_EXPORT int comm_nvlink_exchange_v1(const comm_nvlink_exchange_args_v1* args
   params.window_offset = args->window_offset;
   params.window = args->window;
   params.operation = args->operation;
+  params.target_bytes = args->target_bytes;
+  params.chunks = args->chunks;
+  params.record_bytes = args->record_bytes;
   params.by_engines = engine_peers(args, session.rank);
   if (params.by_engines != 0) {
     for (uint32_t peer = 0; peer < session.world_size; ++peer) {
@@ -273,16 +297,10 @@ COMM_EXPORT int comm_nvlink_exchange_v1(const comm_nvlink_exchange_args_v1* args
   }
   COMM_REQUIRE(args->blocks != 0, "no blocks, and nothing that the copy engines could do");
   params.announces = 1;
-  comm::nvlink::exchange_kernel<<<args->blocks, comm::nvlink::kThreads, 0, args->stream>>>(params);
-  COMM_LAUNCHED(exchange_kernel);
-  return COMM_OK;
+  return launch_exchange(params, args->blocks, args->stream);
 }
 
 COMM_MODULE_BEGIN
-COMM_STRUCT(comm_nvlink_state_v1)
-COMM_STRUCT(comm_nvlink_copy_v1)
-COMM_STRUCT(comm_nvlink_copies_v1)
-COMM_STRUCT(comm_nvlink_places_v1)
 COMM_STRUCT(comm_nvlink_open_args_v1)
 COMM_STRUCT(comm_nvlink_close_args_v1)
 COMM_STRUCT(comm_nvlink_meet_args_v1)

@@ -59,7 +59,8 @@ COMM_HD bool leave(const Call& call, uint32_t blocks) {
   SignalBlock* own = own_block(call);
   if (!last_part(&own->exits.value, blocks)) return false;
   if (aborted(call)) note_abort(own, call.operation, call.epoch, call.record);
-  store_release(&own->epoch.value, call.epoch);
+  // Read by this rank's next kernel, which starts after this one has ended.
+  store_relaxed(&own->epoch.value, call.epoch);
   return true;
 }
 
@@ -99,10 +100,7 @@ COMM_HD Outcome stop(const Call& call, Wait wait, uint32_t waited_for) {
 
 // Tell `sender` where this rank wants its data. One thread.
 COMM_HD void announce(const Call& call, uint32_t sender, uint32_t window, uint64_t offset) {
-  Announcement* ready = &call.peers[sender]->ready[call.rank];
-  ready->window = window;
-  ready->offset = offset;
-  store_release(&ready->epoch, call.epoch);
+  store_announcement(&call.peers[sender]->ready[call.rank], call.epoch, window, offset);
 }
 
 // The same to every peer. A group.
@@ -135,14 +133,12 @@ COMM_HD uint32_t culprit(const Call& call, uint32_t waited_for) {
 COMM_HD Outcome wait_ready(const Call& call, uint32_t receiver, uint32_t* window,
                            uint64_t* offset) {
   SignalBlock* own = own_block(call);
-  const Announcement* ready = &own->ready[receiver];
-  Wait wait = wait_flag(&ready->epoch, call.epoch, &own->abort.value, call.deadline_ns);
+  Wait wait = wait_announcement(&own->ready[receiver], call.epoch, &own->abort.value,
+                                call.deadline_ns, window, offset);
   if (wait == Wait::kTimedOut) return stop(call, wait, receiver);
   // A rank that comes late finds all announcements of those that have left, so the flag alone
   // permits nothing.
   if (wait == Wait::kAborted || aborted(call)) return stop(call, Wait::kAborted, receiver);
-  *window = ready->window;
-  *offset = ready->offset;
   return {Wait::kReached, call.rank};
 }
 

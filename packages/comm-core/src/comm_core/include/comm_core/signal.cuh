@@ -29,6 +29,7 @@
 //    the owner's alone.
 #pragma once
 
+#include <stddef.h>
 #include <stdint.h>
 #include <time.h>
 
@@ -104,11 +105,13 @@ COMM_HD void store_release(uint32_t* address, uint32_t value) {
 }
 
 // Add to a counter and return what it was; orders both ways, so that the one who finds the counter
-// full has seen everything that the others did before they added.
+// full has seen everything that the others did before they added. Only blocks of one GPU count
+// together, so the scope is that GPU: what the last one then releases to the whole system covers
+// what the others did, because causality is transitive across scopes.
 COMM_HD uint32_t add_acq_rel(uint32_t* address, uint32_t value) {
 #if defined(__CUDA_ARCH__)
   uint32_t old;
-  asm volatile("atom.acq_rel.sys.global.add.u32 %0, [%1], %2;"
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;"
                : "=r"(old)
                : "l"(address), "r"(value)
                : "memory");
@@ -171,8 +174,10 @@ struct alignas(kLineBytes) SignalLine {
   uint32_t unused[31];
 };
 
-// Where a receiver wants its data: an offset in one of its windows. `epoch` is the flag; the rest
-// is written before it.
+// Where a receiver wants its data: an offset in one of its windows. `epoch` is the flag. On a device
+// the three are stored and loaded as one word of 16 bytes: stored one after the other, the flag
+// would wait until the others have crossed the link and back. On the host the rest is written
+// before the flag.
 struct alignas(kLineBytes) Announcement {
   uint32_t epoch;
   uint32_t window;
@@ -197,6 +202,27 @@ static_assert(sizeof(SignalLine) == kLineBytes, "one flag a line");
 static_assert(sizeof(Announcement) == kLineBytes, "one flag a line");
 static_assert(sizeof(SignalBlock) == (4 + 4 * kMaxRanks) * kLineBytes,
               "mirrored by comm_core.windows.signals");
+
+static_assert(offsetof(Announcement, epoch) == 0 && offsetof(Announcement, window) == 4 &&
+                  offsetof(Announcement, offset) == 8,
+              "one word of 16 bytes");
+
+COMM_HD void store_announcement(Announcement* place, uint32_t epoch, uint32_t window,
+                                uint64_t offset) {
+#if defined(__CUDA_ARCH__)
+  asm volatile(
+      "{\n\t.reg .b64 low;\n\t.reg .b128 all;\n\t"
+      "mov.b64 low, {%1, %2};\n\t"
+      "mov.b128 all, {low, %3};\n\t"
+      "st.release.sys.global.b128 [%0], all;\n\t}" ::"l"(place),
+      "r"(epoch), "r"(window), "l"(offset)
+      : "memory");
+#else
+  place->window = window;
+  place->offset = offset;
+  store_release(&place->epoch, epoch);
+#endif
+}
 
 // What the host is told of a stall, in pinned host memory. Written once, by one thread, `state`
 // last.
@@ -223,6 +249,46 @@ enum class Wait : uint32_t { kReached = 0, kAborted = 1, kTimedOut = 2 };
 // How often a spinning thread looks at the clock and the abort word instead of the flag: both cost
 // about as much as a look at the flag, which is what the latency of every handshake hangs on.
 constexpr uint32_t kSpinsPerCheck = 32;
+
+// Whether `place` has reached `target`; if so, what it says. Acquires.
+COMM_HD bool look_announcement(const Announcement* place, uint32_t target, uint32_t* window,
+                               uint64_t* offset) {
+#if defined(__CUDA_ARCH__)
+  uint32_t epoch;
+  asm volatile(
+      "{\n\t.reg .b64 low;\n\t.reg .b128 all;\n\t"
+      "ld.acquire.sys.global.b128 all, [%3];\n\t"
+      "mov.b128 {low, %2}, all;\n\t"
+      "mov.b64 {%0, %1}, low;\n\t}"
+      : "=r"(epoch), "=r"(*window), "=l"(*offset)
+      : "l"(place)
+      : "memory");
+  return reached(epoch, target);
+#else
+  if (!reached(load_acquire(&place->epoch), target)) return false;
+  *window = place->window;
+  *offset = place->offset;
+  return true;
+#endif
+}
+
+// As wait_flag, for an announcement.
+COMM_HD Wait wait_announcement(const Announcement* place, uint32_t target, const uint32_t* abort,
+                               uint64_t deadline_ns, uint32_t* window, uint64_t* offset) {
+  while (true) {
+#if defined(__CUDA_ARCH__)
+#pragma unroll 1
+#endif
+    for (uint32_t spin = 0; spin < kSpinsPerCheck; ++spin) {
+      if (look_announcement(place, target, window, offset)) return Wait::kReached;
+      COMM_SPIN();
+    }
+    if (load_relaxed(abort) != 0) return Wait::kAborted;
+    if (now_ns() >= deadline_ns) {
+      return look_announcement(place, target, window, offset) ? Wait::kReached : Wait::kTimedOut;
+    }
+  }
+}
 
 // Wait until `flag` has reached `target`. Acquires: what its writer did before is visible
 // afterwards.

@@ -17,9 +17,9 @@
 namespace comm {
 namespace nvlink {
 
-constexpr uint32_t kRecords = 256;  // calls that a rank may be ahead without its record being lost
+constexpr uint32_t kPostings = 256;  // calls that a rank may be ahead without its record being lost
 
-struct alignas(64) Record {
+struct alignas(64) Posting {
   uint64_t number;  // of the call, from 1; 0 while the record is written
   uint64_t offset;
   uint32_t window;
@@ -27,10 +27,10 @@ struct alignas(64) Record {
   uint64_t unused[5];
 };
 
-static_assert(sizeof(Record) == 64, "one record a cache line");
+static_assert(sizeof(Posting) == 64, "one record a cache line");
 
 struct Board {
-  Record records[kRecords];
+  Posting postings[kPostings];
 };
 
 static_assert(sizeof(Board) == 64 * 256, "mirrored by comm_nvlink.board");
@@ -38,7 +38,7 @@ static_assert(sizeof(Board) == 64 * 256, "mirrored by comm_nvlink.board");
 // Say where this rank wants the data of call `number`. One thread of the rank at a time.
 inline void post(Board* board, uint64_t number, uint32_t window, uint64_t offset,
                  uint32_t captured) {
-  Record* record = &board->records[number % kRecords];
+  Posting* record = &board->postings[number % kPostings];
   __atomic_store_n(&record->number, 0, __ATOMIC_RELAXED);
   // The fields after the 0 that withdraws the old record, and before the number that publishes the
   // new one.
@@ -53,7 +53,7 @@ inline void post(Board* board, uint64_t number, uint32_t window, uint64_t offset
 // its record is lost.
 inline bool read(const Board* board, uint64_t number, uint32_t* window, uint64_t* offset,
                  uint32_t* captured) {
-  const Record* record = &board->records[number % kRecords];
+  const Posting* record = &board->postings[number % kPostings];
   if (__atomic_load_n(&record->number, __ATOMIC_ACQUIRE) != number) return false;
   *offset = __atomic_load_n(&record->offset, __ATOMIC_RELAXED);
   *window = __atomic_load_n(&record->window, __ATOMIC_RELAXED);

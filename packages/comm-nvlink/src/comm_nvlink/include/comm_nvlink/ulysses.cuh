@@ -11,10 +11,9 @@
 // A receiver waits for a flag of every slice and of every chunk. It neither knows nor cares who
 // moved the bytes, so every sender chooses for itself.
 //
-// Block b serves one peer: it copies its slice of this rank's own share while the announcements
-// travel, then sends its slice to the peer, then waits for the same slice *from* that peer, and for
-// the peer's chunks; where the destination is staged, it copies each from staging to the output as
-// soon as it is there. No block waits for more than one peer (comm_core/barrier.cuh, invariant 5 of
+// Block b serves one peer: it sends its slice to the peer, copies its slice of this rank's own
+// share, then waits for the same slice *from* that peer, and for the peer's chunks; where the
+// destination is staged, it copies each from staging to the output as soon as it is there. No block waits for more than one peer (comm_core/barrier.cuh, invariant 5 of
 // the exchange).
 //
 // Flags of slices and chunks hold the number of the operation and are compared for equality. That
@@ -33,44 +32,62 @@ constexpr uint32_t kMaxPeers = 8;    // ranks of a group
 constexpr uint32_t kMaxSlices = 160;  // blocks that serve one peer
 constexpr uint32_t kMaxChunks = 8;
 
+// The flags of one peer's chunks, side by side so that one copy of the copy engines can set them
+// all.
+struct alignas(kLineBytes) ChunkFlags {
+  uint32_t value[kMaxChunks];
+  uint32_t unused[32 - kMaxChunks];
+};
+
 // A rank's flags, in a window of their own, zero at the start. "by r" is written by rank r,
 // everything else by the owner's kernels.
 struct Flags {
   SignalLine slice[kMaxPeers][kMaxSlices];  // by r: that slice of r's head is here
-  SignalLine chunk[kMaxPeers][kMaxChunks];  // by r: that chunk of r's rest is here
+  ChunkFlags chunk[kMaxPeers];              // by r: that chunk of r's rest is here
   SignalLine sent[kMaxPeers];               // blocks that have stored their part of a rest
-  // What the copy engines deliver to `chunk`, in as many lines, so that one pitched copy can set
-  // all flags of a peer: the number of the operation, or something that is no number of it where
-  // it was aborted.
-  SignalLine token[kMaxChunks];
+  // What the copy engines deliver to `chunk`: the number of the operation, or something that is no
+  // number of it where it was aborted.
+  ChunkFlags token;
 };
 
-static_assert(sizeof(Flags) == (8 * (160 + 8) + 8 + 8) * 128, "mirrored by comm_nvlink.launch");
+static_assert(sizeof(ChunkFlags) == kLineBytes, "one peer's flags a line");
+static_assert(sizeof(Flags) == (8 * 160 + 8 + 8 + 1) * 128, "mirrored by comm_nvlink.launch");
 
-// The work of one rank, as lists of plan entries: for list i, entries [first[i], first[i + 1]).
-// Written by comm_nvlink.table. The lists, each numbered by block:
-//
-//   own share | heads | rests | heads received | chunk 0 received | chunk 1 received | ...
+// The work of one rank: a header, and a record for every block. A record is a list of lists of plan
+// entries: entries [first[i], first[i + 1]) for list i, with the entries after the starts, aligned
+// to 8 bytes. Lists: the block's part of this rank's own share, of the head and of the rest that it
+// sends to its peer, of the head that it receives from there, and of every chunk that it receives.
+// Written by comm_nvlink.table.
 struct Table {
   uint64_t target_bytes;
   uint32_t blocks;
-  uint32_t slices;  // blocks that serve one peer: blocks / (ranks - 1)
+  uint32_t slices;        // blocks that serve one peer: blocks / (ranks - 1)
   uint32_t chunks;
-  uint32_t num_lists;  // (4 + chunks) * blocks
-                       // followed by first[num_lists + 1], then the entries, aligned to 8 bytes
+  uint32_t record_bytes;  // of every block's record, a multiple of 16
+                          // followed by the records
 };
 
 static_assert(sizeof(Table) == 24, "mirrored by comm_nvlink.table");
 
 enum List : uint32_t { kOwn = 0, kHead = 1, kRest = 2, kReceived = 3 };
 
-COMM_HD const uint32_t* list_starts(const Table* table) {
-  return reinterpret_cast<const uint32_t*>(table + 1);
+constexpr uint32_t kMaxLists = kReceived + 1 + kMaxChunks;
+
+struct Record {
+  uint32_t first[kMaxLists];
+  // followed by the entries
+};
+
+static_assert(sizeof(Record) == 48, "mirrored by comm_nvlink.table");
+
+// Where block `block`'s record begins: 8 bytes behind the header, at a multiple of 16.
+COMM_HD const Record* record_of(const Table* table, uint32_t block) {
+  return reinterpret_cast<const Record*>(reinterpret_cast<const char*>(table) + sizeof(Table) + 8 +
+                                         uint64_t(block) * table->record_bytes);
 }
 
-COMM_HD const PlanEntry* list_entries(const Table* table) {
-  uint64_t words = (uint64_t(table->num_lists) + 1 + 1) / 2;  // of 8 bytes
-  return reinterpret_cast<const PlanEntry*>(reinterpret_cast<const uint64_t*>(table + 1) + words);
+COMM_HD const PlanEntry* entries_of(const Record* record) {
+  return reinterpret_cast<const PlanEntry*>(record + 1);
 }
 
 struct ExchangeParams {
@@ -83,6 +100,9 @@ struct ExchangeParams {
   uint64_t window_offset;   // of `landing`
   uint32_t window;
   uint32_t operation;
+  uint64_t target_bytes;  // and what follows: as in the table, which would have to be fetched first
+  uint32_t chunks;
+  uint32_t record_bytes;
   uint32_t announces;   // whether the exchange kernel announces, or `open_kernel` beside it
   uint32_t by_engines;  // bit p: the copy engines move the rest for rank p
   // Where the host was told that rank p wants its data, for the ranks of `by_engines`.
@@ -108,26 +128,33 @@ COMM_HD Wait wait_exactly(const uint32_t* flag, uint32_t target, const uint32_t*
 }
 
 // Wait for a flag of `sender`. One thread. Whether it was reached.
-COMM_HD bool await_flag(const Call& call, const SignalLine& flag, uint32_t sender) {
-  Wait wait = wait_exactly(&flag.value, call.epoch, &own_block(call)->abort.value,
+COMM_HD bool await_flag(const Call& call, const uint32_t* flag, uint32_t sender) {
+  Wait wait = wait_exactly(flag, call.epoch, &own_block(call)->abort.value,
                            call.deadline_ns);
   if (wait == Wait::kReached) return true;
   stop(call, wait, wait == Wait::kTimedOut ? culprit(call, sender) : sender);
   return false;
 }
 
-// Tell every peer that this rank sends nothing more in this operation. Nobody waits for it here;
-// but kernels of other modules on the same signals count on `done` keeping up.
-COMM_HD void mark_all_done(const Call& call, uint32_t lane, uint32_t lanes) {
-  for (uint32_t peer = lane; peer < call.world_size; peer += lanes) {
-    if (peer != call.rank) mark_done(call, peer);
+// Count this operation in the lines by which kernels of other modules on the same signals wait for
+// data (comm_core/barrier.cuh, mark_done), so that these never fall behind. Nobody waits for them in
+// this operation, so it is done early, when it costs nothing. A group.
+COMM_HD void keep_up(const Call& call) {
+#if defined(__CUDA_ARCH__)
+  uint32_t lane = threadIdx.x % 32;
+  if (lane < call.world_size && lane != call.rank)
+    store_relaxed(&call.peers[lane]->done[call.rank].value, call.epoch);
+#else
+  for (uint32_t peer = 0; peer < call.world_size; ++peer) {
+    if (peer != call.rank) store_relaxed(&call.peers[peer]->done[call.rank].value, call.epoch);
   }
+#endif
 }
 
 // The part of `open_kernel` that concerns one peer: wait for its announcement, and compare it with
 // what the host was told, because the copy engines are about to write there. One thread.
 COMM_HD bool open_engine_peer(const ExchangeParams& p, const Call& call, uint32_t peer) {
-  if (open_peer(p.session, call, peer, p.table->target_bytes) == nullptr) return false;
+  if (open_peer(p.session, call, peer, p.target_bytes) == nullptr) return false;
   if (!((p.by_engines >> peer) & 1)) return true;
   const Announcement& said = own_block(call)->ready[peer];
   if (said.window == p.expected_window[peer] && said.offset == p.expected_offset[peer]) return true;
@@ -139,13 +166,14 @@ COMM_HD bool open_engine_peer(const ExchangeParams& p, const Call& call, uint32_
 
 #if defined(__CUDACC__)
 
-// Copy the entries of a list with all threads of the block. Vectors are numbered through all rows
-// of an entry and dealt out one by one, so that a few short rows keep as many threads busy as one
-// long row.
+// Vectors that a thread has under way. One alone would leave memory and link idle most of the time.
+constexpr uint32_t kInFlight = 4;
+
+// Vectors are numbered through all rows of an entry and dealt out to the threads one by one, so that
+// a few short rows keep as many threads busy as one long row.
 template <typename Vector>
 __device__ __forceinline__ bool copy_vectors(const PlanEntry& entry, char* target,
                                              const char* source, const uint32_t* abort) {
-  constexpr uint32_t kInFlight = 4;
   constexpr uint32_t kRoundsPerCheck = 32;
   const uint32_t units = entry.row_bytes / uint32_t(sizeof(Vector));
   const uint32_t total = entry.rows * units;  // below 2^31, see comm_nvlink/table.py
@@ -178,14 +206,13 @@ __device__ __forceinline__ bool copy_vectors(const PlanEntry& entry, char* targe
   return true;
 }
 
-// Copy list `list`; `sources` are the operands, or the one place that data is copied out of. False
-// in some thread where an abort was seen.
-__device__ __noinline__ bool copy_list(const Table* table, uint32_t list, char* target,
-                                          const char* const* sources, const uint32_t* abort) {
-  const uint32_t* first = list_starts(table);
-  const uint32_t end = first[list + 1];
-  for (uint32_t i = first[list]; i < end; ++i) {
-    const PlanEntry& entry = list_entries(table)[i];
+// This thread's part of list `list`; `sources` are the operands, or the one place that data is
+// copied out of. False where an abort was seen.
+__device__ __noinline__ bool copy_list(const Record* record, uint32_t list, char* target,
+                                       const char* const* sources, const uint32_t* abort) {
+  const uint32_t end = record->first[list + 1];
+  for (uint32_t i = record->first[list]; i < end; ++i) {
+    const PlanEntry& entry = entries_of(record)[i];
     const char* source = sources[entry.source];
     uint64_t bits = uint64_t(entry.alignment) | reinterpret_cast<uint64_t>(target) |
                     reinterpret_cast<uint64_t>(source);
@@ -209,86 +236,116 @@ __device__ __noinline__ bool copy_list(const Table* table, uint32_t list, char* 
 
 // The end of a kernel that settles the operation, in all threads of every block.
 __device__ __forceinline__ void settle(const ExchangeParams& p, const Call& call) {
-  enum : uint32_t { kNotLast, kWell, kBroken };
-  __shared__ uint32_t end;
+  __shared__ bool spoil;
   __syncthreads();
   if (threadIdx.x == 0) {
     // The abort word is read before the operation is over, because the next kernel may already look
     // at it then.
     bool broken = aborted(call);
-    end = !leave(call, gridDim.x) ? kNotLast : broken ? kBroken : kWell;
+    spoil = leave(call, gridDim.x) && broken && p.session.poison;
   }
   __syncthreads();
-  if (end == kWell) mark_all_done(call, threadIdx.x, blockDim.x);
-  if (end == kBroken && p.session.poison) poison(p.output, p.table->target_bytes);
+  if (spoil) poison(p.output, p.target_bytes);
 }
 
+// Barriers among threads of one block that are not all of them; 0 is __syncthreads'.
+__device__ __forceinline__ void wait_barrier(uint32_t barrier, uint32_t threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void pass_barrier(uint32_t barrier, uint32_t threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+// Bytes of a block's record that are brought to shared memory; one that is larger is read where it
+// is.
+constexpr uint32_t kRecordBytes = 4096;
+
+// Half of a block's threads send first and copy this rank's own share then, the other half the other
+// way round: so the link has work from the first to the last moment, and the own share is copied
+// meanwhile. Where the copy engines keep the link busy, all threads send first, while those start.
 __global__ void __launch_bounds__(kThreads, 1)
     exchange_kernel(const __grid_constant__ ExchangeParams p) {
+  __shared__ alignas(16) char held[kRecordBytes];
+  __shared__ char* target;
+  __shared__ bool arrived;
   const Session& session = p.session;
-  const Call call = start(session, p.operation);
   const Table* table = p.table;
+  const Record* record = record_of(table, blockIdx.x);
+  // Tables never change, so this need not wait for what is before this kernel in the stream.
+  if (p.record_bytes <= kRecordBytes) {
+    for (uint32_t at = threadIdx.x * 16; at < p.record_bytes; at += kThreads * 16) {
+      *reinterpret_cast<uint4*>(held + at) = *reinterpret_cast<const uint4*>(
+          reinterpret_cast<const char*>(p.table) + sizeof(Table) + 8 +
+          uint64_t(blockIdx.x) * p.record_bytes + at);
+    }
+    record = reinterpret_cast<const Record*>(held);
+  }
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+  const Call call = start(session, p.operation);
   const uint32_t* abort = &own_block(call)->abort.value;
   const uint32_t peers = session.world_size - 1;
   const uint32_t slice = blockIdx.x / peers;
   const uint32_t peer = (session.rank + 1 + blockIdx.x % peers) % session.world_size;
-  const uint32_t blocks = gridDim.x;
   const bool staged = p.output != p.landing;
   Flags* own = p.flags[session.rank];
   Flags* theirs = p.flags[peer];
 
-  __shared__ char* target;
-  __shared__ bool arrived;
   bool running = !aborted(call);
-  running = __syncthreads_and(running);
-  if (running && p.announces && blockIdx.x == 0 && threadIdx.x < 32)
+  if (p.announces && blockIdx.x == 0 && threadIdx.x < 32 && __all_sync(0xffffffffu, running)) {
     announce_to_all(call, p.window, p.window_offset);
+    keep_up(call);
+  }
+  __syncthreads();  // the record is there
 
-  if (running) running = copy_list(table, kOwn * blocks + blockIdx.x, p.output, p.sources, abort);
-
-  if (threadIdx.x == 0)
-    target = running ? open_peer(session, call, peer, table->target_bytes) : nullptr;
-  running = __syncthreads_and(running);
+  constexpr uint32_t kOpen = 1;  // barrier: the peer has announced
+  const bool own_first = p.chunks == 0 && threadIdx.x < kThreads / 2;
+  if (own_first) {
+    running = running && copy_list(record, kOwn, p.output, p.sources, abort);
+    wait_barrier(kOpen, kThreads);
+  } else {
+    if (threadIdx.x == kThreads - 32)
+      target = running ? open_peer(session, call, peer, p.target_bytes) : nullptr;
+    __syncwarp();
+    wait_barrier(kOpen, kThreads);
+  }
   running = running && target != nullptr;
-
-  if (running)
-    running = copy_list(table, kHead * blocks + blockIdx.x, target, p.sources, abort);
+  running = running && copy_list(record, kHead, target, p.sources, abort);
+  // One who has nothing more to do for the head goes on, and the last signals.
   running = __syncthreads_and(running);
   if (running && threadIdx.x == 0)
     store_release(&theirs->slice[session.rank][slice].value, call.epoch);
+  if (!own_first) running = running && copy_list(record, kOwn, p.output, p.sources, abort);
 
-  if (table->chunks != 0 && !((p.by_engines >> peer) & 1)) {
-    if (running)
-      running = copy_list(table, kRest * blocks + blockIdx.x, target, p.sources, abort);
+  if (p.chunks != 0 && !((p.by_engines >> peer) & 1)) {
+    running = running && copy_list(record, kRest, target, p.sources, abort);
     running = __syncthreads_and(running);
     // A block that stopped has seen the abort word before it counted, so the last one sees it too.
     if (threadIdx.x == 0 && last_part(&own->sent[peer].value, table->slices) && running &&
         !aborted(call)) {
-      for (uint32_t chunk = 0; chunk < table->chunks; ++chunk)
-        store_release(&theirs->chunk[session.rank][chunk].value, call.epoch);
+      for (uint32_t chunk = 0; chunk < p.chunks; ++chunk)
+        store_release(&theirs->chunk[session.rank].value[chunk], call.epoch);
     }
   }
 
   const char* landing[1] = {p.landing};
-  for (uint32_t part = 0; running && part <= table->chunks; ++part) {
+  running = __syncthreads_and(running);
+  for (uint32_t part = 0; running && part <= p.chunks; ++part) {
     if (threadIdx.x == 0) {
-      arrived = await_flag(call,
-                           part == 0 ? own->slice[peer][slice]
-                                     : own->chunk[peer][part - 1],
-                           peer);
+      arrived = await_flag(
+          call, part == 0 ? &own->slice[peer][slice].value : &own->chunk[peer].value[part - 1], peer);
     }
     __syncthreads();
     running = arrived;
-    if (running && staged) {
-      running =
-          copy_list(table, (kReceived + part) * blocks + blockIdx.x, p.output, landing, abort);
-    }
+    if (running && staged) running = copy_list(record, kReceived + part, p.output, landing, abort);
     running = __syncthreads_and(running);
   }
   settle(p, call);
 }
 
-// Beside or before the copies of the copy engines: one warp.
+// Before the copies of the copy engines: one warp.
 __global__ void __launch_bounds__(32) open_kernel(const __grid_constant__ ExchangeParams p) {
   const Session& session = p.session;
   const Call call = start(session, p.operation);
@@ -296,11 +353,12 @@ __global__ void __launch_bounds__(32) open_kernel(const __grid_constant__ Exchan
   bool good = !__any_sync(0xffffffffu, aborted(call));
   if (good) {
     announce_to_all(call, p.window, p.window_offset);
+    keep_up(call);
     if (lane < session.world_size && lane != session.rank) good = open_engine_peer(p, call, lane);
   }
   good = __all_sync(0xffffffffu, good);
   if (lane < kMaxChunks)
-    store_relaxed(&p.flags[session.rank]->token[lane].value, good ? call.epoch : ~call.epoch);
+    store_relaxed(&p.flags[session.rank]->token.value[lane], good ? call.epoch : ~call.epoch);
 }
 
 // After the copies of the copy engines, where no SM is to be used meanwhile: one warp.
@@ -311,8 +369,8 @@ __global__ void __launch_bounds__(32) close_kernel(const __grid_constant__ Excha
   Flags* own = p.flags[session.rank];
   bool good = !__any_sync(0xffffffffu, aborted(call));
   if (good && lane < session.world_size && lane != session.rank) {
-    for (uint32_t chunk = 0; good && chunk < p.table->chunks; ++chunk)
-      good = await_flag(call, own->chunk[lane][chunk], lane);
+    for (uint32_t chunk = 0; good && chunk < p.chunks; ++chunk)
+      good = await_flag(call, &own->chunk[lane].value[chunk], lane);
   }
   settle(p, call);
 }

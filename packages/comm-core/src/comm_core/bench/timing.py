@@ -1,0 +1,145 @@
+"""Times on a rank: batches that all ranks start together, eager or in a CUDA graph, and the host's share.
+
+A figure is the median of several batches. A batch is a number of calls back to back, long enough for what is not
+repeated to vanish, timed by events on the device, after a barrier on the device: without it the first call would wait
+for the rank whose host comes last.
+"""
+
+from __future__ import annotations
+
+import importlib
+import statistics
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from comm_core.bench.geometry import MIB
+
+if TYPE_CHECKING:
+    from comm_core.bench.launch import Placement
+
+__all__ = [
+    "GRAPH_CALLS",
+    "Times",
+    "batch_calls",
+    "batches",
+    "bind",
+    "captured",
+    "empty_cache",
+    "largest",
+    "meet",
+    "sets_of",
+    "synchronize",
+]
+
+GRAPH_CALLS = 20
+"""Calls in one graph."""
+_SMALL_BYTES = 16 * MIB
+_SMALL_REPEATS = 5
+_BATCH_S = 0.25
+_CACHE_BYTES = 128 * MIB
+_MAX_SETS = 16
+
+
+class Times(NamedTuple):
+    """Microseconds a call.
+
+    Attributes:
+        device: from the start of the first call to the end of the last, by the device's clock.
+        host: until the host is free again.
+    """
+
+    device: float
+    host: float
+
+
+def bind(group: Any, placement: Placement) -> torch.device:
+    """Make this rank's device current and return it."""
+    if placement.device == "cpu":
+        return torch.device("cpu")
+    index = 0 if placement.where == "shared" else placement.device_index(group.rank())
+    device = torch.device("cuda", index)
+    torch.cuda.set_device(device)
+    return device
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for everything that was enqueued on `device`."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def empty_cache(device: torch.device) -> None:
+    """Give memory that is not used any more back to the device: the next part may need it in another shape."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def largest(group: Any, value: float) -> float:
+    """Return the largest of the ranks' values; waits for all ranks on the host. Collective."""
+    # torch's annotations of it are partial.
+    dist: Any = importlib.import_module("torch.distributed")
+    values = torch.tensor([value], dtype=torch.float64)
+    dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)
+    return float(values[0])
+
+
+def meet(group: Any) -> None:
+    """Wait for all ranks on the host. Collective."""
+    largest(group, 0.0)
+
+
+def sets_of(operand_bytes: int) -> int:
+    """Return how many operands and outputs a loop goes round, so that no second-level cache holds all of them."""
+    return max(2, min(_MAX_SETS, -(-_CACHE_BYTES // (2 * operand_bytes))))
+
+
+def batch_calls(operand_bytes: int, seconds: float) -> int:
+    """Return how many calls a batch has where one takes `seconds`.
+
+    Args:
+        operand_bytes: of one rank.
+        seconds: as the ranks agreed on, see `largest`.
+    """
+    most = GRAPH_CALLS * (_SMALL_REPEATS if operand_bytes < _SMALL_BYTES else 1)
+    return max(2, min(most, int(_BATCH_S / max(seconds, 1e-9))))
+
+
+def batches(
+    group: Any, device: torch.device, align: Callable[[], None], work: Callable[[], None], calls: int, count: int
+) -> Times:
+    """Return the medians of `count` batches; `work` does or enqueues `calls` calls. Collective."""
+    times: list[float] = []
+    host: list[float] = []
+    for _ in range(count):
+        synchronize(device)
+        meet(group)
+        align()
+        if device.type == "cuda":
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            began = time.perf_counter()
+            work()
+            host.append(time.perf_counter() - began)
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end) * 1e-3)
+        else:
+            began = time.perf_counter()
+            work()
+            times.append(time.perf_counter() - began)
+            host.append(times[-1])
+    return Times(statistics.median(times) / calls * 1e6, statistics.median(host) / calls * 1e6)
+
+
+def captured(work: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    """Return what `work` enqueues as a graph."""
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    # Only this thread's calls are captured: a watchdog of torch or of ours may look at the device meanwhile.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        work()
+    torch.cuda.synchronize()
+    return graph

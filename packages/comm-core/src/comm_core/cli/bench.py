@@ -1,0 +1,131 @@
+"""``commctl bench``: the benchmarks, this package's and those of plugins.
+
+The object `app` is mounted as a command of ``commctl``; importing this stays cheap, the work is imported by what
+needs it.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+__all__ = ["app"]
+
+
+class _Benchmarks(TyperGroup):
+    """Adds the benchmarks of plugins: commands that they call ``bench NAME``."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        from comm_core.cli.commands import plugin_commands_below
+
+        own = super().list_commands(ctx)
+        return [*own, *(name for name in plugin_commands_below("bench") if name not in own)]
+
+    # The types of the command-line library are private to typer in newer releases and public in older ones.
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        built_in = super().get_command(ctx, cmd_name)
+        if built_in is not None or cmd_name.startswith("-"):
+            return built_in
+        from comm_core.cli.commands import plugin_command
+
+        return plugin_command(f"bench {cmd_name}")
+
+
+app = typer.Typer(
+    name="bench",
+    cls=_Benchmarks,
+    help="Measure: each time beside the least that the hardware allows, found in the same run.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.callback()
+def _options() -> None:
+    """Measure: each time beside the least that the hardware allows, found in the same run."""
+
+
+class _Where(str, Enum):
+    links = "links"
+    shared = "shared"
+
+
+class _Device(str, Enum):
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+@app.command()
+def ulysses(
+    backend: Annotated[
+        list[str] | None,
+        typer.Option("--backend", "-b", metavar="NAME", help="A transport; may be repeated. [all that can be used]"),
+    ] = None,
+    mode: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--mode",
+            "-m",
+            metavar="MODE",
+            help="direct, staged, max_sms=0 or pool; may be repeated. [all but pool]",
+        ),
+    ] = None,
+    geometry: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--geometry", "-g", metavar="SxH[xD]", help="Tokens, heads and head dimension; may be repeated."
+        ),
+    ] = None,
+    where: Annotated[
+        _Where | None,
+        typer.Option("--where", help="A GPU for each rank, or all ranks on one. [links if there are several]"),
+    ] = None,
+    ranks: Annotated[
+        int | None, typer.Option("--ranks", "-n", min=2, metavar="N", help="[one for each GPU, or 2]")
+    ] = None,
+    device: Annotated[
+        _Device, typer.Option("--device", help="auto takes CUDA where torch sees a GPU.")
+    ] = _Device.auto,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer geometries and batches.")] = False,
+    compare: Annotated[
+        bool, typer.Option("--compare/--no-compare", help="Also measure what torch offers for the same job.")
+    ] = True,
+    json: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the results, after each part.")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE", help="Draw times over sizes; needs matplotlib.")
+    ] = None,
+    timeout: Annotated[
+        float, typer.Option("--timeout", min=1.0, max=3600.0, metavar="S", help="Seconds that a part may take.")
+    ] = 120.0,
+) -> None:
+    """Measure the exchange of heads over every transport, beside the floor.
+
+    Starts its own ranks, or uses those that torchrun has started. Every exchange is compared by value before it is
+    timed. Exits with 1 if something that was asked for by name failed; a missed goal is no failure.
+    """
+    from comm_core.bench import command
+
+    chosen = command.Options(
+        backends=tuple(backend or ()),
+        modes=tuple(mode or ()),
+        geometries=tuple(geometry or ()),
+        where=None if where is None else where.value,
+        device=device.value,
+        ranks=ranks,
+        quick=quick,
+        compare=compare,
+        json=json,
+        plot=plot,
+        timeout_s=timeout,
+    )
+    raise typer.Exit(command.run(chosen))

@@ -1,0 +1,328 @@
+"""The NVLink session: exchanges by SMs and copy engines between windows of one host."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from comm_core import _cuda
+from comm_core.errors import ArgumentValueError, PeerStalledError, UnsupportedError
+from comm_core.transport.dist import SMALL_BYTES, check_small
+from comm_core.transport.interface import Properties, Staging
+from comm_core.transport.plan import Plan
+from comm_core.windows import gather
+from comm_core.windows.session import WindowSession
+from comm_core.windows.signals import Operation
+from comm_core.windows.window import MAX_WINDOWS, MappedWindow
+from comm_core.windows.launch import WindowStruct
+from comm_nvlink.board import Boards, share_boards
+from comm_nvlink.launch import FLAG_BYTES, NO_SOURCES, Calls, Places, State
+from comm_nvlink.pool import MemoryPool
+from comm_nvlink.routes import Route, Settings, route
+from comm_nvlink.table import Table, compile_copies, compile_table
+
+if TYPE_CHECKING:
+    from comm_core.consensus import Transaction
+    from comm_core.jit import Module
+
+__all__ = ["NvlinkSession"]
+
+_log = logging.getLogger("comm_nvlink")
+_STAGING = 0
+"""Number of the staging window; `comm_nvlink.launch.Calls` and the session of windows know it too."""
+_GATHER_BYTES = 1 << 16
+"""Bytes a rank of one round of a small gather, at least; more where the staging window has room."""
+_MEET_NS = 20_000_000
+"""How long a rank's host waits for another's place before its SMs do what the copy engines would. A rank that is
+that early has nothing to gain: its device would wait for the other rank's announcement just as long."""
+_MEET_CAPTURED_NS = 5_000_000_000
+"""The same while a graph is captured: what is not known then is slower in every replay."""
+
+
+class _Prepared:
+    """What a geometry needs at every call.
+
+    Attributes:
+        chunks: of the rest; 0 where the SMs do everything.
+        blocks: of the exchange kernel.
+        table: its table on the device.
+        copies: the copy engines' table on the host, or None.
+        before: the first fields of a call's arguments, which never change, for SMs alone.
+        before_engines: the same with the copy engines.
+        after: the last fields.
+    """
+
+    __slots__ = ("after", "before", "before_engines", "blocks", "chunks", "copies", "operation", "table")
+
+    def __init__(
+        self, plan: Plan, way: Route, table: Table, copies: bytes | None, device: torch.device, state: int, places: int
+    ) -> None:
+        self.table = torch.frombuffer(bytearray(table.data), dtype=torch.uint8).to(device)
+        self.copies = None if copies is None else ctypes.create_string_buffer(copies, len(copies))
+        self.blocks, self.chunks = way.blocks, way.chunks
+        self.operation = int(Operation.of(plan.operation))
+        address = self.table.data_ptr()
+        self.before = (state, address, 0, 0)
+        self.before_engines = (state, address, 0 if self.copies is None else ctypes.addressof(self.copies), places)
+        self.after = (self.operation, way.blocks, _STAGING, way.chunks, table.record_bytes)
+
+
+class NvlinkSession(WindowSession):
+    """Plans between windows over NVLink. See `WindowSession`, whose windows, signals and end it has.
+
+    Args:
+        stages: the transaction of the opening.
+        windows_module: the loaded module of windows.
+        module: the loaded module of the NVLink exchange.
+        pool_module: the loaded module of the memory pool; None where there is none.
+        device: this rank's device.
+        settings: what the group agreed on.
+        form: of peer memory.
+        staging_bytes: of the largest operand.
+        pool_bytes: of the arena of `memory_pool`; 0 for none.
+        timeout_s: deadline of every wait on the device.
+        poison: whether an aborted operation fills its destination with NaN bytes.
+    """
+
+    properties = Properties(peer_pointers=True, graph_capturable=True, shared_resources=True)
+    kernel = "portable"
+
+    def __init__(
+        self,
+        stages: Transaction,
+        windows_module: Module,
+        module: Module,
+        pool_module: Module | None,
+        device: torch.device,
+        *,
+        settings: Settings,
+        form: str,
+        staging_bytes: int,
+        pool_bytes: int = 0,
+        timeout_s: float,
+        poison: bool = True,
+    ) -> None:
+        self._nvlink = Calls(module)
+        self._exchange = self._nvlink.exchange
+        self._pool_module = pool_module
+        self._pool: MemoryPool | None = None
+        self._settings = settings
+        self._pool_bytes = pool_bytes
+        self._prepared: dict[Plan, _Prepared] = {}
+        self._boards: Boards | None = None
+        self._number = 0
+        self._state = State()
+        self._state_address = ctypes.addressof(self._state)
+        self._places = Places()
+        self._places_address = ctypes.addressof(self._places)
+        self._host_windows = ctypes.create_string_buffer(MAX_WINDOWS * WindowStruct.nbytes)
+        super().__init__(
+            stages,
+            windows_module,
+            device,
+            form=form,
+            staging_bytes=staging_bytes,
+            timeout_s=timeout_s,
+            blocks_per_peer=max(1, settings.blocks // (settings.ranks * 2)),
+            poison=poison,
+        )
+
+    # Set-up
+
+    def _allocate(self, stages: Transaction, staging_bytes: int) -> None:
+        size = self._group.size
+        self.windows.add_in(stages, max(staging_bytes, _GATHER_BYTES * size), "staging")
+        self._flags = self.windows.add_in(stages, FLAG_BYTES, "flags")
+        self.arena: MappedWindow | None = None
+        if self._pool_bytes:
+            self.arena = self.windows.add_in(stages, self._pool_bytes, "memory pool")
+        boards = share_boards(stages)
+        if isinstance(boards, Boards):
+            self._boards = boards
+        elif self._settings.blocks == 0:
+            raise UnsupportedError(
+                f"max_sms=0 needs the copy engines, whose destinations the ranks' hosts tell each other: {boards}"
+            )
+        else:
+            _log.warning("the copy engines are not used, so large exchanges are some 5 %% slower: %s", boards)
+
+    def _clear(self, address: int) -> None:
+        with _cuda.device_guard(self._device):
+            self._flags.local[:FLAG_BYTES].zero_()
+        super()._clear(address)
+
+    def _arm(self) -> None:
+        super()._arm()
+        for rank in range(self._group.size):
+            self._state.flags[rank] = self._flags.peer_pointers[rank]
+            if self._boards is not None:
+                self._state.boards[rank] = self._boards.addresses[rank]
+        self._state.windows = ctypes.addressof(self._host_windows)
+        with _cuda.device_guard(self._device):
+            self._nvlink.open(self._state_address)
+        if self.arena is not None and self._pool_module is not None:
+            self._pool = MemoryPool(self._pool_module, self.arena.address, self.arena.nbytes)
+
+    def _disarm(self) -> None:
+        super()._disarm()
+        if self._pool is not None:
+            self._pool.close()
+        with _cuda.device_guard(self._device):
+            self._nvlink.close(self._state_address)
+
+    def _pack(self) -> None:
+        super()._pack()
+        packed = b"".join(window.pack() for window in self.windows)
+        ctypes.memmove(self._host_windows, packed, len(packed))
+        self._state.session = self._session
+
+    def _self_test(self) -> None:
+        """Exchange patterns that differ for every pair: by the SMs alone, and by the copy engines and the SMs."""
+        super()._self_test()
+        if self._boards is None:
+            return
+        size, rank = self._group.size, self._group.rank
+        plan = replace(gather.small_plan(gather.TEST_BYTES, rank, size), operation="self_test")
+        self._prepare(plan, replace(self._settings, engine_bytes=0))
+        gather.self_test(_EngineTest(self, plan), self._device, rank, size)
+
+    # Calls
+
+    def exchange(
+        self,
+        plan: Plan,
+        sources: Sequence[torch.Tensor],
+        destination: torch.Tensor,
+        *,
+        staging: Staging | None = None,
+    ) -> None:
+        """See `TransportSession.exchange`."""
+        self.check()
+        prepared = self._prepared.get(plan)
+        if prepared is None:
+            prepared = self._prepare(plan)
+        output = destination.data_ptr()
+        found = self.windows.find(output, plan.target_bytes)
+        if found is not None:
+            window, offset = found
+            landing = output
+        else:
+            window, offset = self.windows[_STAGING], 0
+            landing = window.address
+            if plan.target_bytes > window.nbytes:
+                raise ArgumentValueError(
+                    f"{plan.operation}: {plan.target_bytes} bytes do not fit the staging window of {window.nbytes}"
+                )
+        before = prepared.before
+        if prepared.chunks != 0 and self._boards is not None:
+            self._meet(plan, window.number, offset)
+            before = prepared.before_engines
+        # Without SMs the data is left in staging by the copy engines, and copied out once it is all there.
+        later = found is None and prepared.blocks == 0
+        self._exchange(
+            self._stream(),
+            *before,
+            *[source.data_ptr() for source in sources],
+            *NO_SOURCES[len(sources)],
+            landing,
+            landing if later else output,
+            offset,
+            plan.target_bytes,
+            window.number,
+            *prepared.after,
+        )
+        if later:
+            self._unstage(plan, window, destination)
+
+    def _prepare(self, plan: Plan, settings: Settings | None = None) -> _Prepared:
+        """Compile the plan's tables and bring them to the device."""
+        settings = settings or self._settings
+        if _cuda.is_capturing():
+            # Nothing was communicated, so this breaks nothing (as a TransportError would).
+            raise UnsupportedError(
+                f"{plan.operation}: this geometry is seen for the first time while a graph is captured, and its "
+                "table would have to be copied to the device: make the call once before the capture"
+            )
+        way = route(plan, settings)
+        copies = compile_copies(plan, way, settings.widths)
+        table = compile_table(plan, way)
+        prepared = _Prepared(plan, way, table, copies, self._device, self._state_address, self._places_address)
+        _cuda.synchronize(self._device)
+        self._prepared[plan] = prepared
+        return prepared
+
+    def _meet(self, plan: Plan, window: int, offset: int) -> None:
+        """Tell the other hosts where this rank wants its data, and learn where they want theirs."""
+        self._number += 1
+        capturing = _cuda.is_capturing()
+        wait_ns = _MEET_CAPTURED_NS if capturing else _MEET_NS
+        limit_ns = int(self._timeout_s * 1e9)
+        if self._settings.blocks == 0:
+            wait_ns = limit_ns
+        self._nvlink.meet(
+            self._state_address,
+            self._places_address,
+            self._number,
+            min(wait_ns, limit_ns),
+            offset,
+            window,
+            capturing,
+        )
+        if self._settings.blocks == 0:
+            missing = [rank for rank in range(self._group.size) if not self._places.known >> rank & 1]
+            missing.remove(self._group.rank)
+            if missing:
+                raise PeerStalledError(
+                    f"rank {self._group.rank}: {plan.operation} with max_sms=0: rank {missing[0]} did not make this "
+                    f"call within {self._timeout_s:g} s (COMM_TIMEOUT_S), or not in the same way (captured in a graph "
+                    "or not)",
+                    missing[0],
+                    self._group.rank,
+                )
+
+    def memory_pool(self) -> AbstractContextManager[object]:
+        """See `TransportSession.memory_pool`."""
+        self.check()
+        if self._pool is None:
+            raise UnsupportedError(
+                "this communicator has no memory pool: give it one with pool_bytes= (bytes, equal on all ranks), or "
+                "allocate outputs with allocate_output"
+            )
+        return self._pool.allocating(self._device)
+
+    def all_gather_small(self, value: torch.Tensor, out: torch.Tensor) -> None:
+        """See `TransportSession.all_gather_small`."""
+        size = self._group.size
+        nbytes = check_small(value, out, size)
+        room = min(self.windows[_STAGING].nbytes // size, SMALL_BYTES)
+        with _cuda.device_guard(self._device):
+            if nbytes <= room:
+                self.exchange(gather.small_plan(nbytes, self._group.rank, size), (value,), out)
+                return
+            flat = value.contiguous().view(-1).view(torch.uint8)
+            slots = out.view(size, -1).view(torch.uint8)
+            for begin in range(0, nbytes, room):
+                part = flat[begin : begin + room]
+                plan = gather.small_plan(part.numel(), self._group.rank, size)
+                received = torch.empty(size, part.numel(), dtype=torch.uint8, device=self._device)
+                self.exchange(plan, (part,), received)
+                slots[:, begin : begin + room].copy_(received)
+
+
+class _EngineTest:
+    """What the self-test needs of a session, with every gather over the copy engines."""
+
+    def __init__(self, session: NvlinkSession, plan: Plan) -> None:
+        self._session = session
+        self._plan = plan
+        self.check = session.check
+
+    def all_gather_small(self, value: torch.Tensor, out: torch.Tensor) -> None:
+        """Gather `value`; the plan is that of its size."""
+        self._session.exchange(self._plan, (value,), out)
