@@ -208,7 +208,9 @@ def sanitizer(context: Context, section: Section) -> None:
                 section.fail("the sanitizer does not report a planted write out of bounds: its silence means nothing")
         elif done.code != 0 or errors != 0 or done.text.count(": ok") != 2:
             section.fail(f"{name}: {errors} errors, {done.verdict}")
-    note = "Two ranks, windows and windows-ce: direct and staged outputs, head chunks, a small gather, a barrier; pcie."
+    note = (
+        "Two ranks, windows and windows-ce: direct and staged outputs, head chunks, a small gather, a barrier; pcie."
+    )
     section.tables.append(Table("compute-sanitizer", ["run", "errors", "seconds"], rows, note))
 
 

@@ -1,4 +1,4 @@
-"""commctl pcie plan: the route, the paths and the profile, from this machine, a recorded topology or a recorded sysfs."""
+"""commctl pcie plan: the route, the paths and the profile, from here, a recorded topology or sysfs."""
 
 from __future__ import annotations
 

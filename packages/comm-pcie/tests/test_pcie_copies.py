@@ -82,9 +82,7 @@ def test_any_nest_is_moved_whatever_its_pitches(data: Any) -> None:
     source_step = target_step = row
     for _ in range(data.draw(st.integers(0, 4))):
         repeat = data.draw(st.integers(2, 3))
-        source, target = (
-            step + data.draw(st.sampled_from([0, 0, 1, row])) for step in (source_step, target_step)
-        )
+        source, target = (step + data.draw(st.sampled_from([0, 0, 1, row])) for step in (source_step, target_step))
         levels.insert(0, Level(repeat, source, target))
         source_step, target_step = source * repeat, target * repeat
     copy = Copy(1, 0, data.draw(st.integers(0, 5)), data.draw(st.integers(0, 5)), tuple(levels), row)

@@ -1,4 +1,4 @@
-"""How a group comes to ``pcie``: the opt-in, the variable, what each rank says; over gloo ranks with recorded machines."""
+"""How a group comes to ``pcie``: the opt-in, the variable, what each rank says; gloo ranks on recorded machines."""
 
 from __future__ import annotations
 

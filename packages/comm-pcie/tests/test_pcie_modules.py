@@ -51,7 +51,10 @@ def test_the_headers_stand_alone_on_a_host(tmp_path: Path) -> None:
         source.write_text(f"#include <comm_pcie/{header.name}>\nint main() {{ return 0; }}\n", encoding="utf-8")
         command = ["g++", "-std=c++17", "-fsyntax-only", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
         done = subprocess.run(
-            [*command, f"-I{PACKAGE / 'include'}", f"-I{core}", str(source)], capture_output=True, text=True, timeout=60
+            [*command, f"-I{PACKAGE / 'include'}", f"-I{core}", str(source)],
+            capture_output=True,
+            text=True,
+            timeout=60,
         )
         assert done.returncode == 0, f"{header.name}: {done.stderr}"
 

@@ -1,4 +1,4 @@
-"""Planning: routes, PCIe paths, profiles and hints, from NVML's word and from trees of sysfs; verdicts of the transport."""
+"""Planning: routes, PCIe paths, profiles and hints, from NVML's word and from trees of sysfs; verdicts."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def test_groups_of_one_two_four_and_eight(size: int) -> None:
 
 
 def test_islands_are_no_obstacle_and_missing_directions_are() -> None:
-    """A8, A11: NVLink is not asked for; every ordered pair must have peer access, and the reason lists those without."""
+    """A8, A11: NVLink is not asked for; each ordered pair needs peer access; the reason lists those without."""
     assert assess(fake.two_islands(8)).eligible
     assert assess(fake.select(fake.two_islands(8), (0, 1, 4, 5))).eligible
     verdict = assess(fake.asymmetric(4))

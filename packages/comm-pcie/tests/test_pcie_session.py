@@ -22,7 +22,6 @@ from comm_core import UlyssesCommunicator, _cuda, jit, plugins
 from comm_core.errors import (
     ArgumentValueError,
     CommError,
-    CudaCallError,
     JointError,
     PeerStalledError,
     TransportError,
@@ -337,7 +336,9 @@ def test_a_rank_that_can_not_make_graphs_goes_on_without(
     hosted.fakes(modules.exchange).host_fail(call, 1)
     with caplog.at_level(logging.WARNING, logger="comm_core"):
         outcomes = run_threads(4, by_hand)
-    assert sorted(outcomes) == [(0, 1), (4, 0), (4, 0), (4, 0)] or sorted(outcomes) == [(0, 1), *[(5, 0)] * 3], outcomes
+    assert sorted(outcomes) == [(0, 1), (4, 0), (4, 0), (4, 0)] or sorted(outcomes) == [(0, 1), *[(5, 0)] * 3], (
+        outcomes
+    )
     texts = [record.getMessage() for record in caplog.records if "one by one" in record.getMessage()]
     assert len(texts) == 1 and "out of memory" in texts[0]
 
@@ -478,7 +479,7 @@ def workspace() -> Any:
 
 
 def test_what_the_specification_refuses_is_refused_and_changes_nothing() -> None:
-    """Ordinary outputs, moved views, workspaces, head chunks: before anything is sent; unlike there, nothing breaks."""
+    """Ordinary outputs, moved views, workspaces, head chunks: before anything is sent, and nothing breaks."""
     texts = run_threads(2, refused)
     assert texts[0] == texts[1]
     words = ["allocate_output", "ordinary memory", "does not begin where", "no staging", "needs out=", "head-chunk",

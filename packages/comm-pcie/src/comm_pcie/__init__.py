@@ -1,4 +1,4 @@
-"""Transport plugin ``pcie`` for comm-core: GPUs of one host that reach each other's memory over PCIe or any other link.
+"""Transport plugin ``pcie`` for comm-core: GPUs of one host with peer access, over PCIe or any other link.
 
 Importing it touches neither a device nor the network.
 """

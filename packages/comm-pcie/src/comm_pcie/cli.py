@@ -44,7 +44,9 @@ def plan(
     ] = None,
     sysfs: Annotated[
         Path | None,
-        typer.Option("--sysfs", metavar="FOLDER", help="A recorded /sys to take PCIe paths, NUMA nodes and ACS from."),
+        typer.Option(
+            "--sysfs", metavar="FOLDER", help="A recorded /sys to take PCIe paths, NUMA nodes and ACS from."
+        ),
     ] = None,
     world_size: Annotated[
         int | None, typer.Option("--world-size", "-n", min=1, metavar="N", help="Plan for the first N GPUs.")

@@ -1,4 +1,4 @@
-"""Turns a plan into the copies of the copy engines: one a peer, in an order in which no two ranks crowd one peer. Pure.
+"""Turns a plan into the copies of the copy engines: one a peer, in an order that crowds no peer. Pure.
 
 A copy engine moves a box of bytes at once: rows, rows of rows (slices), and nothing deeper. All plans of the
 whole-head calls are such boxes.
@@ -137,7 +137,7 @@ def _cut(copy: Copy, lane: int) -> Iterator[Box]:
 
 
 def _is_slice(outer: Level, inner: Level) -> bool:
-    """Whether `outer` can be the third dimension: a whole number of rows apart on both sides, and no nearer than them."""
+    """Whether `outer` can be the third dimension: a whole number of rows apart on both sides."""
     return all(
         pitch % row == 0 and pitch // row >= inner.repeat
         for pitch, row in ((outer.source_pitch, inner.source_pitch), (outer.target_pitch, inner.target_pitch))

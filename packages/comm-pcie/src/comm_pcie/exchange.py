@@ -24,7 +24,8 @@ EXCHANGE = ModuleSpec(
         "comm_pcie_open_args_v1": "IIP0Q",
         # engine
         "comm_pcie_close_args_v1": "IIP0Q",
-        # stream, session, engine, plan, copies, outputs, source; bytes; copies, window, operation, blocks, graph, unused
+        # stream, session, engine, plan, copies, outputs, source; bytes;
+        # copies, window, operation, blocks, graph, unused
         "comm_pcie_exchange_args_v1": "II7PQ6I0Q",
         # single, launched, built, dropped, failed
         "comm_pcie_counters_v1": _COUNTERS,

@@ -28,8 +28,8 @@ class BridgeFacts:
 
     Attributes:
         address: as in sysfs.
-        redirects: what ACS redirects there; None where it can't be read (configuration space beyond the first 64 bytes
-            needs CAP_SYS_ADMIN).
+        redirects: what ACS redirects there; None where it can't be read (more than 64 bytes of configuration
+            space need CAP_SYS_ADMIN).
     """
 
     address: str
@@ -89,8 +89,8 @@ def hints(facts: Sequence[RankFacts], name: str) -> list[str]:
             translated.append(record.rank)
     for address, texts in sorted(redirected.items()):
         found.append(
-            f"ACS on the bridge {address} has {' and '.join(texts)} on: traffic between GPUs below it goes through the "
-            "root complex, which breaks peer-to-peer access on some machines"
+            f"ACS on the bridge {address} has {' and '.join(texts)} on: traffic between GPUs below it goes through "
+            "the root complex, which breaks peer-to-peer access on some machines"
         )
     if unread and not redirected:
         found.append("whether ACS redirects peer traffic can't be read (as root: lspci -vvv, ACSCtl)")

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -192,7 +192,7 @@ def _problem(message: dict[str, Any]) -> str | None:
 
 
 @contextlib.contextmanager
-def _child(request: dict[str, object]) -> Iterator[tuple[subprocess.Popen[bytes], Any]]:
+def _child(request: Mapping[str, object]) -> Generator[tuple[subprocess.Popen[bytes], Any]]:
     """Start the child with a request; at the end it is gone, or can't be ended and is left alone."""
     if not sys.executable:
         raise TransportError("the self-test of the links needs sys.executable, the Python to run it with")

@@ -49,14 +49,14 @@ class _Prepared(NamedTuple):
     Attributes:
         table: on the device.
         packed: the copies, on the host.
-        count: of the copies.
+        num_copies: how many they are.
         blocks: of the kernel that copies this rank's own share.
         graph: whether eager calls may become graphs.
     """
 
     table: torch.Tensor
     packed: ctypes.Array[ctypes.c_char]
-    count: int
+    num_copies: int
     blocks: int
     graph: bool
 
@@ -78,9 +78,7 @@ class PcieSession(WindowSession):
         poison: whether an aborted operation fills its output with NaN bytes.
     """
 
-    properties = Properties(
-        peer_pointers=True, graph_capturable=True, registered_outputs=True, shared_resources=True
-    )
+    properties = Properties(peer_pointers=True, graph_capturable=True, registered_outputs=True, shared_resources=True)
     route = "p2p"
 
     def __init__(
@@ -174,8 +172,8 @@ class PcieSession(WindowSession):
         """See `TransportSession.exchange`.
 
         Raises:
-            UnsupportedError: a head-chunk call, another stream than the first call's, or a geometry that is new inside
-                of a capture; nothing was communicated.
+            UnsupportedError: a head-chunk call, another stream than the first call's, or a geometry that is new
+                inside of a capture; nothing was communicated.
             ArgumentValueError: `destination` is no registered output.
         """
         self.check()
@@ -188,8 +186,8 @@ class PcieSession(WindowSession):
     def _refusal(self, plan: Plan, destination: torch.Tensor) -> Exception:
         if plan.operation in _REFUSED:
             return UnsupportedError(
-                f"{plan.operation}: 'pcie' has no head-chunk calls: pack the band and use scatter_heads, or gather_heads "
-                "and merge it (pack_ulysses_qkv_head_chunk, merge_ulysses_output_head_chunk), or exchange_chunks"
+                f"{plan.operation}: 'pcie' has no head-chunk calls: pack the band and use scatter_heads, or "
+                "gather_heads and merge it (pack_ulysses_qkv_head_chunk, merge_ulysses_output_head_chunk), or exchange_chunks"
             )
         found = self.windows.find(destination.data_ptr(), plan.target_bytes)
         what = "is a view that does not begin where the output does" if found else "is ordinary memory"
@@ -205,8 +203,8 @@ class PcieSession(WindowSession):
             return
         if self._bound_stream is not None:
             raise UnsupportedError(
-                f"a communicator over 'pcie' stays on the stream of its first call ({self._bound_stream:#x}), this one "
-                f"is on {stream:#x}: use that stream, or a communicator for each"
+                f"a communicator over 'pcie' stays on the stream of its first call ({self._bound_stream:#x}), this "
+                f"one is on {stream:#x}: use that stream, or a communicator for each"
             )
         self._bound_stream = stream
 
@@ -222,7 +220,7 @@ class PcieSession(WindowSession):
             ctypes.addressof(self._outputs.get(window.number) or self._add_outputs(window)),
             source.data_ptr(),
             plan.target_bytes,
-            prepared.count,
+            prepared.num_copies,
             window.number,
             operation,
             prepared.blocks,
@@ -237,8 +235,8 @@ class PcieSession(WindowSession):
         if _cuda.is_capturing():
             # Nothing was communicated, so this breaks nothing (as a TransportError would).
             raise UnsupportedError(
-                f"{plan.operation}: this geometry is seen for the first time while a graph is captured, and its table "
-                "would have to be copied to the device: make the call once before the capture"
+                f"{plan.operation}: this geometry is seen for the first time while a graph is captured, and its "
+                "table would have to be copied to the device: make the call once before the capture"
             )
         found = copies.boxes(plan)
         data = torch.frombuffer(bytearray(compile_plan(plan).data), dtype=torch.uint8)

@@ -45,9 +45,9 @@ struct HostGraph {
 
 struct HostStream {
   int device = 0;
-  HostGraph* capture = nullptr;       // that it takes part in
-  std::vector<HostStream*> drawn;     // of the stream where the capture began: those drawn in
-  bool ahead = false;                 // has work in the capture that the first stream has not seen
+  HostGraph* capture = nullptr;    // that it takes part in
+  std::vector<HostStream*> drawn;  // of the stream where the capture began: those drawn in
+  bool ahead = false;              // has work in the capture that the first stream has not seen
 #if defined(HOST_ASYNC)
   std::mutex lock;
   std::condition_variable changed;
@@ -126,9 +126,9 @@ __attribute__((visibility("default"))) inline uint64_t host_graphs_launched() {
 }
 }
 // An inline function that nobody calls is not in the library.
-__attribute__((used)) static void* const host_controls_[] = {
-    (void*)host_fail, (void*)host_problem, (void*)host_alive, (void*)host_copied,
-    (void*)host_graphs_launched};
+__attribute__((used)) static void* const host_controls_[] = {(void*)host_fail, (void*)host_problem,
+                                                             (void*)host_alive, (void*)host_copied,
+                                                             (void*)host_graphs_launched};
 
 // Errors.
 

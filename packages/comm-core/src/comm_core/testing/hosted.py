@@ -57,7 +57,7 @@ def build(spec: ModuleSpec, kernels: Path, folder: Path, *flags: str) -> Module:
 
 
 def windows(folder: Path) -> Module:
-    """Return the module of windows for the host; launches are plain calls, and nothing of ``host_cuda.h`` is in it."""
+    """Return the module of windows for the host; its launches are plain calls, without ``host_cuda.h``."""
     text = WINDOWS.read_source("csrc/windows.cu").decode()
     source = folder / "windows.cpp"
     calls = re.sub(r"<<<.*?>>>\(", "(", text, flags=re.DOTALL)

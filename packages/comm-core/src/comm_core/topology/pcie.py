@@ -1,7 +1,7 @@
 """Where GPUs sit in the PCIe tree: the path of one device, and what two paths have in common.
 
-NVML answers the same question for pairs (its common ancestor); sysfs answers it where NVML does not, and for a recorded
-machine. A path is the bridges between the root and the device as sysfs nests them, with slashes between::
+NVML answers the same question for pairs (its common ancestor); sysfs answers it where NVML does not, and for a
+recorded machine. A path is the bridges between the root and the device as sysfs nests them, with slashes between::
 
     pci0000:40/0000:40:01.1/0000:41:00.0/0000:42:04.0
     root        root port    switch, up   switch, down      ► the GPU
@@ -76,7 +76,7 @@ def common_ancestor(a: str, b: str, numa: Sequence[int | None] = (None, None)) -
 
 
 def ancestor(a: RankFacts, b: RankFacts) -> str | None:
-    """Return what the GPUs of two ranks have in common: NVML's word, else that of sysfs; None for unknown or one GPU."""
+    """Return what the GPUs of two ranks have in common: NVML's word, else sysfs's; None for unknown or one GPU."""
     if a.device.uuid and a.device.uuid == b.device.uuid:
         return None
     for one, other in ((a, b), (b, a)):
@@ -85,6 +85,4 @@ def ancestor(a: RankFacts, b: RankFacts) -> str | None:
             return pair.common_ancestor
     if not a.host.boot_id or a.host.boot_id != b.host.boot_id:
         return None
-    return common_ancestor(
-        a.device.pcie_path, b.device.pcie_path, (a.device.numa_node, b.device.numa_node)
-    )
+    return common_ancestor(a.device.pcie_path, b.device.pcie_path, (a.device.numa_node, b.device.numa_node))

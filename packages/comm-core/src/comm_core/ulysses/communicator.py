@@ -362,7 +362,9 @@ class UlyssesCommunicator:
             if op not in _OPERATIONS:
                 raise ArgumentValueError(f"op must be one of {_OPERATIONS}, got {op!r}")
             element = self._limits.element(dtype)
-            return self._preparation.output_shape(op, validation.check_operand(x, "x", self._limits, element)), element
+            return self._preparation.output_shape(
+                op, validation.check_operand(x, "x", self._limits, element)
+            ), element
 
         if self._session is not None and self._session.properties.shared_resources:
             # A rank that refuses its arguments alone would leave the others in the middle of an allocation.

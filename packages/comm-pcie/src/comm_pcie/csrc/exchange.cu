@@ -103,9 +103,9 @@ struct comm_pcie_exchange_args_v1 {
   cudaStream_t stream;
   const Session* session;  // host memory
   comm_pcie_engine* engine;
-  const PlanTable* plan;     // device memory; this rank's own share is taken from it
-  const Copy* copies;        // host memory
-  void* const* outputs;      // host memory: every rank's output, as this rank maps them
+  const PlanTable* plan;  // device memory; this rank's own share is taken from it
+  const Copy* copies;     // host memory
+  void* const* outputs;   // host memory: every rank's output, as this rank maps them
   const void* source;
   uint64_t target_bytes;
   uint32_t num_copies;
@@ -169,8 +169,7 @@ int enqueue(const comm_pcie_exchange_args_v1* args, cudaStream_t stream) {
   // After the copies: they are what everybody waits for, and the host takes its time for each.
   if (args->local_blocks > 0) {
     COMM_CUDA(cudaStreamWaitEvent(engine->local, engine->started, 0));
-    comm_pcie::exchange_local_kernel<<<args->local_blocks, comm_pcie::kThreads, 0,
-                                       engine->local>>>(
+    comm_pcie::exchange_local_kernel<<<args->local_blocks, comm_pcie::kThreads, 0, engine->local>>>(
         args->plan, session.rank, params.destination, static_cast<const char*>(args->source),
         &session.signals[session.rank]->abort.value);
     COMM_LAUNCHED(exchange_local_kernel);
@@ -313,8 +312,7 @@ COMM_EXPORT int comm_pcie_exchange_v1(const comm_pcie_exchange_args_v1* args) {
   const Session* session = args->session;
   COMM_REQUIRE(session->world_size >= 2 && session->world_size <= comm::kMaxRanks &&
                    session->rank < session->world_size,
-               "rank %u of %u: 2 to %u ranks", session->rank, session->world_size,
-               comm::kMaxRanks);
+               "rank %u of %u: 2 to %u ranks", session->rank, session->world_size, comm::kMaxRanks);
   for (uint32_t i = 0; i < args->num_copies; ++i)
     COMM_REQUIRE(args->copies[i].peer < session->world_size, "copy %u goes to rank %u of %u", i,
                  args->copies[i].peer, session->world_size);

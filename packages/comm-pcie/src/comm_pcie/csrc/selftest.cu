@@ -143,16 +143,16 @@ COMM_EXPORT int comm_pcie_selftest_v1(const comm_pcie_selftest_args_v1* args) {
   COMM_CUDA(cudaMemsetAsync(to.memory, 0xee, bytes, to.stream));
   COMM_CUDA(cudaMemsetAsync(target.flag, 0, kTail, to.stream));
   COMM_CUDA(cudaStreamSynchronize(to.stream));
-  // The writer first: on one GPU, or under a tool that runs one kernel at a time, it must not be kept
-  // from starting by who waits for it.
+  // The writer first: on one GPU, or under a tool that runs one kernel at a time, it must not be
+  // kept from starting by who waits for it.
   if (int status = write(args, from, target)) return status;
   COMM_CUDA(cudaSetDevice(to.device));
   comm_pcie::selftest_check_kernel<<<1, comm_pcie::kTestThreads, 0, to.stream>>>(
       target.data, args->words, args->seed, target.flag, args->timeout_ns, target.counts);
   COMM_LAUNCHED(selftest_check_kernel);
   TestCounts counts;
-  COMM_CUDA(cudaMemcpyAsync(&counts, target.counts, sizeof counts, cudaMemcpyDeviceToHost,
-                            to.stream));
+  COMM_CUDA(
+      cudaMemcpyAsync(&counts, target.counts, sizeof counts, cudaMemcpyDeviceToHost, to.stream));
   COMM_CUDA(cudaStreamSynchronize(to.stream));
   args->result->wrong = counts.wrong;
   args->result->first = counts.first;

@@ -12,11 +12,11 @@
 // and an announcement of another one ends the operation.
 // 3. close: release `done` at every peer and wait for that of all peers.
 //
-// Copies can't be called back. A rank that gives up in `open`, or is told to, still makes the copies
-// that are enqueued behind it. They go to registered outputs, which stay mapped until the whole
-// group has closed. So `close` says `done` in any case, and where the operation was aborted it
-// waits a moment for the peers' `done` before it spoils its output: what comes after that is from a
-// rank that is very late.
+// Copies can't be called back. A rank that gives up in `open`, or is told to, still makes the
+// copies that are enqueued behind it. They go to registered outputs, which stay mapped until the
+// whole group has closed. So `close` says `done` in any case, and where the operation was aborted
+// it waits a moment for the peers' `done` before it spoils its output: what comes after that is
+// from a rank that is very late.
 #pragma once
 
 #include <stdint.h>
