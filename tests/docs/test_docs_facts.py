@@ -34,6 +34,13 @@ from comm_core.windows.signals import MAX_RANKS
 from comm_core.windows.table import MAX_LEVELS, MAX_SOURCES, PIECE_BYTES
 from comm_core.windows.transport import blocks_per_peer
 from comm_core.windows.window import MAX_WINDOWS
+from comm_pcie.plugin import plugin as pcie_plugin
+from comm_pcie.session import PcieSession
+
+
+PLUGINS = {"pcie": (pcie_plugin, PcieSession)}
+"""Transport -> plugin and session, of the packages of this workspace that are more than planned."""
+mesh = topologies.nvlink_mesh
 
 
 def table(text: str, first_column: str) -> list[list[str]]:
@@ -185,8 +192,27 @@ def test_the_transports_table_is_true(read):
         "mnnvl": f"{predicates.MNNVL_MIN_RANKS} and more",
     }
     for name, size in sizes.items():
-        assert rows[name][0] == f"{known.TRANSPORTS[name].distribution}, planned"
         assert rows[name][2] == size
+        if name not in PLUGINS:
+            assert rows[name][0] == f"{known.TRANSPORTS[name].distribution}, planned"
+            continue
+        plugin, session = PLUGINS[name]
+        (transport,) = plugin.comm_transports()
+        able = [n for n in range(1, 20) if transport.assess(interface.Request(name, n, "cuda"), mesh(n)).eligible]
+        assert size == ", ".join(map(str, able))
+        properties = session.properties
+        assert not transport.assess(interface.Request(name, 2, "cpu"), topologies.cpu_host(2)).eligible
+        assert rows[name] == [
+            known.TRANSPORTS[name].distribution,
+            "cuda",
+            size,
+            "refused" if properties.registered_outputs else "used" if properties.staging else "unused",
+            yes[properties.registered_outputs],
+            yes[properties.graph_capturable],
+            yes[properties.peer_pointers],
+            "collective" if properties.shared_resources else "local",
+            ", ".join(transport.verified_on) or "nothing yet",
+        ]
 
 
 def test_the_numbers_in_the_windows_page_are_the_code_s(read):
@@ -301,6 +327,7 @@ def test_commctl_commands_exist(read, page):
     """A page that tells users to run something that is not there."""
     commands = {command.name or getattr(command.callback, "__name__", "") for command in app.registered_commands}
     commands |= {group.typer_instance.info.name for group in app.registered_groups}
+    commands |= {name for plugin, _ in PLUGINS.values() for name, _ in plugin.comm_commands()}
     assert set(re.findall(r"\bcommctl ([a-z]+)", read(page))) <= commands
 
 

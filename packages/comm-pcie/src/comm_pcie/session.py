@@ -187,7 +187,8 @@ class PcieSession(WindowSession):
         if plan.operation in _REFUSED:
             return UnsupportedError(
                 f"{plan.operation}: 'pcie' has no head-chunk calls: pack the band and use scatter_heads, or "
-                "gather_heads and merge it (pack_ulysses_qkv_head_chunk, merge_ulysses_output_head_chunk), or exchange_chunks"
+                "gather_heads and merge it (pack_ulysses_qkv_head_chunk, merge_ulysses_output_head_chunk), or "
+                "exchange_chunks"
             )
         found = self.windows.find(destination.data_ptr(), plan.target_bytes)
         what = "is a view that does not begin where the output does" if found else "is ordinary memory"
