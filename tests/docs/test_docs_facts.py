@@ -37,7 +37,6 @@ from comm_core.windows.window import MAX_WINDOWS
 from comm_pcie.plugin import plugin as pcie_plugin
 from comm_pcie.session import PcieSession
 
-
 PLUGINS = {"pcie": (pcie_plugin, PcieSession)}
 """Transport -> plugin and session, of the packages of this workspace that are more than planned."""
 mesh = topologies.nvlink_mesh

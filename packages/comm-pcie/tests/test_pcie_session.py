@@ -411,7 +411,7 @@ def bound(group: Group, streams: Any) -> str:
 
 
 def test_calls_stay_on_the_first_stream(monkeypatch: pytest.MonkeyPatch, modules: Any) -> None:
-    """G1, F2: another stream is refused on every rank, before anything is sent, and the communicator stays good."""
+    """F2: another stream is refused on every rank, before anything is sent, and the communicator stays good."""
 
     class Streams:
         now = 0

@@ -36,7 +36,7 @@ VARIABLES: dict[str, str] = {
     "COMM_ALLOW_SHARED_GPU": "1 on every rank: several ranks may share a GPU (for testing)",
     "COMM_ON_STALL": "poison (default): a stalled operation fills its outputs with NaN bytes; status: it does not",
     "COMM_PEER_MEMORY": "auto, vmm_fd or cuda_ipc, equal on all ranks: how ranks share device memory (default auto)",
-    "COMM_ULYSSES_PCIE_ROUTE": "auto, p2p, rdma, hybrid, prefer-rdma or prefer-hybrid: the route of 'pcie', on all ranks",
+    "COMM_ULYSSES_PCIE_ROUTE": "auto, p2p, rdma, hybrid, prefer-rdma or prefer-hybrid, on all ranks: how 'pcie' goes",
     "COMM_TOPOLOGY_FILE": "a recorded topology (JSON) that replaces the probe",
     "COMM_BLOCK_PLUGINS": "comma-separated plugin names that are not loaded",
     "COMM_TRACE_HOOKS": "1: print every plugin hook call to standard error",
