@@ -1,6 +1,6 @@
 """Sessions over windows, whole, without a GPU: ranks are threads, and the module is compiled for the host.
 
-The entry points, structs, signals and deadlines are the real ones (see ``host_windows.h``); so is everything above.
+The entry points, structs, signals and deadlines are the real ones (see ``comm_core/testing/host_windows.h``); so is everything above.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import comm_core
 from comm_core import UlyssesCommunicator, _cuda, jit, plugins
 from comm_core.consensus import Transaction
 from comm_core.errors import (
@@ -33,11 +35,13 @@ from comm_core.errors import (
     UnsupportedError,
 )
 from comm_core.group import Group
+from comm_core.jit.cache import Artifact
 from comm_core.jit.loader import Module
 from comm_core.memory import in_process
 from comm_core.memory.in_process import InProcessMemory
 from comm_core.plugins.hookspecs import API_VERSION, hookimpl
-from comm_core.testing import hosted, reference
+from comm_core.testing import reference
+from comm_core.testing.host_modules import HOST_WINDOWS, compile_for_host
 from comm_core.testing.ranks import run_threads
 from comm_core.testing.reference import assert_same_bits, bits, make_input
 from comm_core.transport.interface import Verdict
@@ -50,12 +54,15 @@ from comm_core.windows.transport import WindowTransport
 from comm_core.windows.window import MAX_WINDOWS
 
 CPU = torch.device("cpu")
+PACKAGE = Path(comm_core.__file__).parent
 
 
 @pytest.fixture(scope="module")
 def module(tmp_path_factory: pytest.TempPathFactory) -> Module:
     """The module of windows, compiled for the host and loaded as every module is."""
-    return hosted.windows(tmp_path_factory.mktemp("host"))
+    folder = tmp_path_factory.mktemp("host")
+    library = compile_for_host(WINDOWS, PACKAGE, HOST_WINDOWS, folder)
+    return Module(WINDOWS, Artifact(WINDOWS.name, "host", library, {"archs": []}, {}))
 
 
 @pytest.fixture(autouse=True)

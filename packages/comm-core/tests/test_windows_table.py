@@ -1,7 +1,7 @@
 """The table of a plan: what its bytes say, read by the documented layout and by the device's own arithmetic.
 
 Nothing here needs a GPU or nvcc: ``plan.cuh`` and ``csrc/windows.cu`` are compiled by the host compiler, with the
-kernels of ``host_windows.h``.
+kernels of ``comm_core/testing/host_windows.h``.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import re
 import struct
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,11 @@ from hypothesis import strategies as st
 
 import comm_core
 from comm_core.errors import UnsupportedError
-from comm_core.testing import hosted
+from comm_core.testing.host_modules import HOST_WINDOWS, compile_for_host, host_source
 from comm_core.transport.plan import Copy, Level, Plan
 from comm_core.ulysses import plans
 from comm_core.windows import launch, signals, table
+from comm_core.windows.launch import WINDOWS
 from comm_core.windows.table import PIECE_BYTES, compile_plan
 
 PACKAGE = Path(comm_core.__file__).parent
@@ -32,14 +32,10 @@ QUICK = settings(max_examples=200, deadline=None, suppress_health_check=[HealthC
 
 def build(folder: Path) -> ctypes.CDLL:
     """Compile the module of windows for the host."""
-    text = (PACKAGE / "csrc" / "windows.cu").read_text(encoding="utf-8")
-    calls, launches = re.subn(r"<<<.*?>>>\(", "(", text, flags=re.DOTALL)
+    _, launches = host_source((PACKAGE / "csrc" / "windows.cu").read_text(encoding="utf-8"), HOST_WINDOWS)
     assert launches == 5
-    source = folder / "windows.cpp"
-    source.write_text(f'#include "{hosted.WINDOWS_HEADER}"\n{calls}', encoding="utf-8")
-    library = folder / "windows.so"
-    command = ["g++", "-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-fPIC", "-shared"]
-    subprocess.run([*command, f"-I{INCLUDE}", "-o", str(library), str(source)], check=True, timeout=60)
+    flags = ["-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
+    library = compile_for_host(WINDOWS, PACKAGE, HOST_WINDOWS, folder, flags=flags)
     found = ctypes.CDLL(str(library))
     found.host_problem.restype = ctypes.c_char_p
     return found

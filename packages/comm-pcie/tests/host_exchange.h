@@ -20,8 +20,8 @@ inline void exchange_close_kernel(const ExchangeParams& p) {
   }
   comm::wait_all_done(call);
   if (comm::aborted(call)) drain(p.session, call);
-  bool broken = comm::aborted(call);
-  if (comm::leave(call, 1) && broken && p.session.poison)
+  bool broken = false;
+  if (comm::leave(call, 1, &broken) && broken && p.session.poison)
     memset(p.destination, 0xff, p.target_bytes);
 }
 

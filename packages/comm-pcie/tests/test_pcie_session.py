@@ -1,7 +1,7 @@
 """Sessions of the peer-to-peer route, whole, without a GPU: ranks are threads, the modules are compiled for the host.
 
-Entry points, structs, signals, deadlines, streams, events and graphs are the real ones' (see ``host_cuda.h`` of
-comm_core.testing); so is everything above. Links are tested in a real child process.
+Entry points, structs, signals, deadlines, streams, events and graphs are the real ones' (see
+``host_runtime.h``); so is everything above. Links are tested in a real child process.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from comm_core.group import Group
 from comm_core.memory import in_process
 from comm_core.memory.in_process import InProcessMemory
 from comm_core.plugins.hookspecs import API_VERSION, hookimpl
-from comm_core.testing import hosted, reference
+from comm_core.testing import reference
 from comm_core.testing.faults import Fault, Injector
 from comm_core.testing.ranks import run_threads
 from comm_core.testing.reference import assert_same_bits, make_input
@@ -162,7 +162,7 @@ def host(modules: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[HostTranspor
     yield transport
     plugins.unregister("pcie")
     gc.collect()
-    library = hosted.fakes(modules.exchange)
+    library = modules.library
     assert library.host_problem() is None
     assert library.host_alive() == 0, "streams, events or graphs are left"
     in_process._alive.clear()
@@ -241,7 +241,7 @@ def counted(group: Group) -> None:
 
 def test_one_copy_a_peer_whatever_the_batch(modules: Any) -> None:
     """The fewest that there can be: a copy engine takes rows of rows at once."""
-    library = hosted.fakes(modules.exchange)
+    library = modules.library
     for size in (2, 4, 8):
         before = library.host_copied()
         run_threads(size, counted, timeout_s=60)
@@ -333,7 +333,7 @@ def test_a_rank_that_can_not_make_graphs_goes_on_without(
     modules: Any, caplog: pytest.LogCaptureFixture, call: bytes
 ) -> None:
     """How a rank enqueues is its own business: peers see no difference. It says so, once."""
-    hosted.fakes(modules.exchange).host_fail(call, 1)
+    modules.library.host_fail(call, 1)
     with caplog.at_level(logging.WARNING, logger="comm_core"):
         outcomes = run_threads(4, by_hand)
     assert sorted(outcomes) == [(0, 1), (4, 0), (4, 0), (4, 0)] or sorted(outcomes) == [(0, 1), *[(5, 0)] * 3], (
@@ -670,7 +670,7 @@ def test_wrong_bytes_on_one_rank_veto_for_all(host: HostTransport, stage: Any, t
 @pytest.mark.parametrize("after", [0, 2])
 def test_an_engine_that_can_not_be_made_leaves_nothing(modules: Any, call: bytes, after: int) -> None:
     """E6: what it had made by then is released, on the rank that failed and on the others."""
-    hosted.fakes(modules.exchange).host_fail(call, after)
+    modules.library.host_fail(call, after)
     texts = run_threads(2, refused_everywhere)
     assert texts[0] == texts[1] and "out of memory" in texts[0] and "engine" in texts[0]
 

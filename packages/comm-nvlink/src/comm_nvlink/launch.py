@@ -28,6 +28,8 @@ ULYSSES = ModuleSpec(
         # state
         "comm_nvlink_open_args_v1": "IIP0Q",
         "comm_nvlink_close_args_v1": "IIP0Q",
+        # stream, target, source, pitches, width, height, milliseconds; pieces, unused
+        "comm_nvlink_time_copy_args_v1": "II3P4QP2I0Q",
         # state, places, number, wait, offset; window, captured
         "comm_nvlink_meet_args_v1": "II2P3Q2I0Q",
         # stream, state, table, copies, places, sources, landing, output, offset, target bytes;
@@ -37,6 +39,7 @@ ULYSSES = ModuleSpec(
     entry_points={
         "comm_nvlink_open_v1": "comm_nvlink_open_args_v1",
         "comm_nvlink_close_v1": "comm_nvlink_close_args_v1",
+        "comm_nvlink_time_copy_v1": "comm_nvlink_time_copy_args_v1",
         "comm_nvlink_meet_v1": "comm_nvlink_meet_args_v1",
         "comm_nvlink_exchange_v1": "comm_nvlink_exchange_args_v1",
     },
@@ -79,5 +82,6 @@ class Calls:
     def __init__(self, module: Module) -> None:
         self.open = module.bind("comm_nvlink_open_v1")
         self.close = module.bind("comm_nvlink_close_v1")
+        self.time_copy = module.bind("comm_nvlink_time_copy_v1")
         self.meet = module.bind("comm_nvlink_meet_v1")
         self.exchange = module.bind("comm_nvlink_exchange_v1")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Generator
 from contextlib import contextmanager
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,8 +37,13 @@ POOL = ModuleSpec(
 """Twin: csrc/pool.cpp."""
 
 
+@cache
 def _torch_allocator(allocate: int, release: int) -> Any:
-    """Return torch's allocator over two C functions; torch's own class takes only the path of a library."""
+    """Return torch's allocator over two C functions; torch's own class takes only the path of a library.
+
+    One for all pools, and kept: torch's allocator has its bare address wherever a tensor of a pool is left, which may
+    be freed after the pool and the session are gone.
+    """
     return torch._C._cuda_customAllocator(allocate, release)  # pyright: ignore
 
 
@@ -84,8 +90,11 @@ class MemoryPool:
 
     def __init__(self, module: Module, base: int, nbytes: int) -> None:
         self.arena = Arena(module, base, nbytes)
-        self._allocator = _torch_allocator(*self.arena.functions)
-        self._pool: Any = torch.cuda.MemPool(self._allocator)
+        try:
+            self._pool: Any = torch.cuda.MemPool(_torch_allocator(*self.arena.functions))
+        except BaseException:
+            self.arena.close()
+            raise
 
     @contextmanager
     def allocating(self, device: torch.device) -> Generator[None]:

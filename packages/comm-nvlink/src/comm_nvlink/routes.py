@@ -11,17 +11,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import cast
+from typing import TypeAlias, cast
 
 from comm_core._json import Json, JsonObject
 from comm_core.transport.plan import Copy, Plan
 
-__all__ = ["MAX_CHUNKS", "MAX_SLICES", "Route", "Settings", "route"]
+__all__ = ["MAX_CHUNKS", "MAX_SLICES", "Route", "Settings", "Widths", "route"]
 
 MAX_SLICES = 160
 """Twin: include/comm_nvlink/ulysses.cuh, kMaxSlices."""
 MAX_CHUNKS = 8
 """Twin: include/comm_nvlink/ulysses.cuh, kMaxChunks."""
+
+Widths: TypeAlias = Mapping[tuple[str, int], int]
 
 _MIB = 1 << 20
 
@@ -35,21 +37,23 @@ class Settings:
         blocks: of the exchange kernel, for all peers together; 0 where no SM may be used during a transfer.
         engine_bytes: remote bytes from which on the copy engines are used.
         head_bytes: remote bytes of an exchange that the SMs store while the copy engines start.
+        measured: whether the session measures `widths` when it is opened.
         chunks: share of each chunk of the rest, by the remote bytes from which on it is cut so.
-        widths: bytes of a row -> pieces that a pitched copy of such rows is cut into, for the widths at which the
-            copy engines are slow.
+        widths: (which side is pitched, bytes of a row) -> pieces that a pitched copy of such rows is cut into, for
+            the widths at which the copy engines are slow (`comm_nvlink.widths`).
     """
 
     ranks: int
     blocks: int
     engine_bytes: int = 20 * _MIB
-    head_bytes: int = 3 * _MIB
+    head_bytes: int = 4 * _MIB
+    measured: bool = False
     chunks: tuple[tuple[int, tuple[float, ...]], ...] = (
         (0, (0.65, 0.35)),
         (64 * _MIB, (0.5, 0.35, 0.15)),
         (128 * _MIB, (0.4, 0.3, 0.2, 0.1)),
     )
-    widths: Mapping[int, int] = field(default_factory=dict[int, int])
+    widths: Widths = field(default_factory=dict[tuple[str, int], int])
 
     def changed(self, values: Mapping[str, Json]) -> Settings:
         """Return it with other numbers: `values` are plain numbers, `engine_bytes` or `head_bytes`."""
@@ -58,7 +62,12 @@ class Settings:
 
     def to_json(self) -> JsonObject:
         """Return the numbers, for a decision's plan."""
-        return {"blocks": self.blocks, "engine_bytes": self.engine_bytes, "head_bytes": self.head_bytes}
+        return {
+            "blocks": self.blocks,
+            "engine_bytes": self.engine_bytes,
+            "head_bytes": self.head_bytes,
+            "measured": self.measured,
+        }
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -17,10 +17,11 @@ from comm_core.transport.dist import SMALL_BYTES, check_small
 from comm_core.transport.interface import Properties, Staging
 from comm_core.transport.plan import Plan
 from comm_core.windows import gather
+from comm_core.windows.launch import WindowStruct
 from comm_core.windows.session import WindowSession
 from comm_core.windows.signals import Operation
 from comm_core.windows.window import MAX_WINDOWS, MappedWindow
-from comm_core.windows.launch import WindowStruct
+from comm_nvlink import widths
 from comm_nvlink.board import Boards, share_boards
 from comm_nvlink.launch import FLAG_BYTES, NO_SOURCES, Calls, Places, State
 from comm_nvlink.pool import MemoryPool
@@ -61,7 +62,14 @@ class _Prepared:
     __slots__ = ("after", "before", "before_engines", "blocks", "chunks", "copies", "operation", "table")
 
     def __init__(
-        self, plan: Plan, way: Route, table: Table, copies: bytes | None, device: torch.device, state: int, places: int
+        self,
+        plan: Plan,
+        way: Route,
+        table: Table,
+        copies: bytes | None,
+        device: torch.device,
+        state: int,
+        places: int,
     ) -> None:
         self.table = torch.frombuffer(bytearray(table.data), dtype=torch.uint8).to(device)
         self.copies = None if copies is None else ctypes.create_string_buffer(copies, len(copies))
@@ -132,6 +140,11 @@ class NvlinkSession(WindowSession):
             blocks_per_peer=max(1, settings.blocks // (settings.ranks * 2)),
             poison=poison,
         )
+        if settings.measured and self._boards is not None:
+            _, everyone = stages.step_shared("measure copies", self._measure, list)
+            chosen = widths.choose(cast("list[widths.Times]", everyone))
+            self._settings = replace(settings, widths=chosen)
+            _log.info("rows that the copy engines get in pieces: %s", widths.as_text(chosen))
 
     # Set-up
 
@@ -164,13 +177,21 @@ class NvlinkSession(WindowSession):
             if self._boards is not None:
                 self._state.boards[rank] = self._boards.addresses[rank]
         self._state.windows = ctypes.addressof(self._host_windows)
-        with _cuda.device_guard(self._device):
-            self._nvlink.open(self._state_address)
-        if self.arena is not None and self._pool_module is not None:
-            self._pool = MemoryPool(self._pool_module, self.arena.address, self.arena.nbytes)
+        try:
+            with _cuda.device_guard(self._device):
+                self._nvlink.open(self._state_address)
+            if self.arena is not None and self._pool_module is not None:
+                self._pool = MemoryPool(self._pool_module, self.arena.address, self.arena.nbytes)
+        except BaseException:
+            # The step that fails is not undone.
+            self._release()
+            raise
 
     def _disarm(self) -> None:
         super()._disarm()
+        self._release()
+
+    def _release(self) -> None:
         if self._pool is not None:
             self._pool.close()
         with _cuda.device_guard(self._device):
@@ -181,6 +202,30 @@ class NvlinkSession(WindowSession):
         packed = b"".join(window.pack() for window in self.windows)
         ctypes.memmove(self._host_windows, packed, len(packed))
         self._state.session = self._session
+
+    def _measure(self) -> list[list[float]]:
+        """Time pitched copies into the next rank's staging window, at the same time as all the others."""
+        window = self.windows[_STAGING]
+        target = window.peer_pointers[(self._group.rank + 1) % self._group.size]
+        source = torch.empty(0, dtype=torch.uint8, device=self._device)
+
+        def time_copy(target_pitch: int, source_pitch: int, width: int, rows: int, pieces: int, room: int) -> float:
+            nonlocal source
+            if source.numel() < room:
+                source = torch.zeros(room, dtype=torch.uint8, device=self._device)
+            self.barrier()
+            return widths.milliseconds(
+                self._nvlink.time_copy, self._stream(), target, source.data_ptr(), target_pitch, source_pitch, width,
+                rows, pieces,
+            )  # fmt: skip
+
+        with _cuda.device_guard(self._device):
+            found = widths.measure(time_copy, window.nbytes)
+            # Nobody may write a peer's staging once that peer makes calls.
+            self.barrier()
+            _cuda.synchronize(self._device)
+        self.check()
+        return found
 
     def _self_test(self) -> None:
         """Exchange patterns that differ for every pair: by the SMs alone, and by the copy engines and the SMs."""
@@ -285,6 +330,11 @@ class NvlinkSession(WindowSession):
                     missing[0],
                     self._group.rank,
                 )
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """See `WindowSession.close`."""
+        super().close(timeout_s)
+        self._prepared.clear()
 
     def memory_pool(self) -> AbstractContextManager[object]:
         """See `TransportSession.memory_pool`."""

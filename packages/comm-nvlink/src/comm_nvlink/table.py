@@ -6,13 +6,13 @@ Twins: ``include/comm_nvlink/ulysses.cuh`` (Table) and ``csrc/ulysses.cu`` (comm
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from comm_core.errors import UnsupportedError
 from comm_core.transport.plan import Copy, Level, Plan
 from comm_core.windows.table import Entry, entries_of
-from comm_nvlink.routes import Route, evenly
+from comm_nvlink.routes import Route, Widths, evenly
 
 __all__ = ["Table", "compile_copies", "compile_table", "cut", "cut_all"]
 
@@ -164,23 +164,33 @@ class _Copy2D(tuple[int, ...]):
     __slots__ = ()
 
 
-def _pitched(copy: Copy, widths: Mapping[int, int], only_engines: bool) -> list[_Copy2D] | None:
+def piece_edges(width: int, pieces: int) -> list[int]:
+    """Return where the pieces of a row begin, and its end. Twin: csrc/ulysses.cu, piece_edge."""
+    return [width * i // pieces // 16 * 16 for i in range(pieces)] + [width]
+
+
+def _pitched(copy: Copy, widths: Widths, only_engines: bool) -> list[_Copy2D] | None:
     """Return the copies of at most one pitched level that make up `copy`; None where engines are no good for it."""
     if copy.levels and copy.row_bytes < _MIN_WIDTH and not only_engines:
         return None
-    level = copy.levels[-1] if copy.levels else Level(1, copy.row_bytes, copy.row_bytes)
+    level, outer = Level(1, copy.row_bytes, copy.row_bytes), copy.levels
+    if copy.levels:
+        pitches = copy.levels[-1][1:]
+        if min(pitches) >= copy.row_bytes and max(pitches) <= _MAX_PITCH:
+            level, outer = copy.levels[-1], copy.levels[:-1]
+        elif not only_engines:
+            return None
     pitches = (level.source_pitch, level.target_pitch)
-    if level.repeat > 1 and (min(pitches) < copy.row_bytes or max(pitches) > _MAX_PITCH):
-        return None
     count = 1
-    for outer in copy.levels[:-1]:
-        count *= outer.repeat
+    for repeat, _, _ in outer:
+        count *= repeat
     if count > (_MOST_COPIES if only_engines else _MAX_COPIES):
         return None
-    pieces = widths.get(copy.row_bytes, 1) if level.repeat > 1 else 1
-    edges = [copy.row_bytes * i // pieces // 16 * 16 for i in range(pieces)] + [copy.row_bytes]
+    sides = [side for side, pitch in zip(("source", "target"), pitches, strict=True) if pitch != copy.row_bytes]
+    pieces = max((widths.get((side, copy.row_bytes), 1) for side in sides if level.repeat > 1), default=1)
+    edges = piece_edges(copy.row_bytes, pieces)
     found: list[_Copy2D] = []
-    outside = copy._replace(levels=copy.levels[:-1], row_bytes=1) if copy.levels else copy._replace(row_bytes=1)
+    outside = copy._replace(levels=outer, row_bytes=1)
     for source, target in outside.rows():
         for begin, end in zip(edges, edges[1:], strict=False):
             place = (source + begin, target + begin, *pitches)
@@ -188,7 +198,7 @@ def _pitched(copy: Copy, widths: Mapping[int, int], only_engines: bool) -> list[
     return found
 
 
-def compile_copies(plan: Plan, route: Route, widths: Mapping[int, int]) -> bytes | None:
+def compile_copies(plan: Plan, route: Route, widths: Widths) -> bytes | None:
     """Return the launcher's table of the rests and of this rank's own share.
 
     None where there is no rest, or where the copy engines are no good for the rows of this rank's operands: then its

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from comm_core.consensus import Transaction
     from comm_nvlink.session import NvlinkSession
 
-__all__ = ["NvlinkTransport", "VARIABLES", "settings_of"]
+__all__ = ["VARIABLES", "NvlinkTransport", "settings_of"]
 
 VARIABLES = {
     "COMM_NVLINK_ENGINE_BYTES": "remote bytes from which on an exchange uses the copy engines, equal on all ranks",
@@ -56,7 +56,8 @@ def settings_of(request: Request, facts: Sequence[RankFacts]) -> Settings:
     if wanted is not None:
         blocks = min(blocks, wanted)
     slices = 0 if wanted == 0 else min(MAX_SLICES, max(1, blocks // peers))
-    settings = Settings(len(facts), slices * peers)
+    # Ranks that share a GPU have no link to measure.
+    settings = Settings(len(facts), slices * peers, measured=sharing == 1)
     own = facts[0].plugins.get(NvlinkTransport.name, {}).get("engine_bytes")
     return settings if own is None else settings.changed({"engine_bytes": own})
 

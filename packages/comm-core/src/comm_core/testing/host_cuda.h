@@ -1,460 +1,207 @@
-// The CUDA runtime for modules that are compiled for the host (comm_core/testing/hosted.py).
+// What CUDA sources need of the runtime, on a host: device memory is host memory, and a stream runs
+// everything at once. For tests, see comm_core/testing/host_modules.py.
 //
-// Device memory is host memory. Work is done at once, in the order in which it is enqueued, by the
-// thread that enqueues it; with HOST_ASYNC every stream has a thread of its own, so that kernels of
-// different streams can wait for each other within one process. Captures are recorded and run when
-// their graph is launched.
-//
-// Stricter than CUDA: a capture that a stream was drawn into and did not rejoin, a pitched copy
-// that is wider than its pitch, a graph that is launched after it was destroyed, and anything that
-// was not released are found (host_problem, host_alive). Any call can be made to fail (host_fail).
+// A stream that the source itself makes is different: what is put there waits until another stream
+// waits for an event in it. That is one of the orders that a GPU may choose, and it shows work that
+// nothing joins. Streams that a test makes up are small numbers.
 #pragma once
 
-#define __CUDA_RUNTIME_API_H__  // so that comm_core/status.h has the macros for CUDA calls
-
+#include <comm_core/abi.h>
 #include <stdint.h>
-#include <stdlib.h>
 #include <string.h>
 
-#include <atomic>
-#include <condition_variable>
-#include <deque>
 #include <functional>
-#include <map>
-#include <memory>
-#include <mutex>
-#include <string>
-#include <thread>
 #include <vector>
 
+typedef void* cudaStream_t;
+typedef struct host_event* cudaEvent_t;
 typedef int cudaError_t;
-enum {
-  cudaSuccess = 0,
-  cudaErrorInvalidValue = 1,
-  cudaErrorMemoryAllocation = 2,
-  cudaErrorPeerAccessAlreadyEnabled = 704,
-  cudaErrorStreamCaptureUnjoined = 904,
-};
-enum cudaMemcpyKind { cudaMemcpyDeviceToHost = 2, cudaMemcpyDeviceToDevice = 3 };
-enum cudaStreamCaptureMode { cudaStreamCaptureModeRelaxed = 2 };
+enum cudaMemcpyKind { cudaMemcpyDeviceToDevice = 3 };
 enum { cudaStreamNonBlocking = 1, cudaEventDisableTiming = 2 };
+#define COMM_CUDA(call)                                                                          \
+  do {                                                                                           \
+    int host_error_ = (call);                                                                    \
+    if (host_error_ != 0) return comm_fail(COMM_ERROR_CUDA + host_error_, "%s failed with %d", #call, \
+                                           host_error_);                                         \
+  } while (0)
+#define COMM_LAUNCHED(...) ((void)0)
 
-struct HostGraph {
-  std::vector<std::function<void()>> work;
+static uint64_t host_copies_ = 0;
+static uint64_t host_streams_ = 0;  // streams and events that there are
+static uint64_t host_failing_ = 0;  // which creation of one fails, counted down; 0: none
+static const char* host_problem_ = nullptr;
+
+// What tests ask.
+
+// The first misuse since this was asked for the last time, or null.
+COMM_EXPORT const char* host_problem(void) {
+  const char* problem = host_problem_;
+  host_problem_ = nullptr;
+  return problem;
+}
+
+COMM_EXPORT uint64_t host_copies(void) { return __atomic_load_n(&host_copies_, __ATOMIC_RELAXED); }
+
+COMM_EXPORT uint64_t host_streams(void) {
+  return __atomic_load_n(&host_streams_, __ATOMIC_RELAXED);
+}
+
+COMM_EXPORT void host_fail_creation(uint64_t number) { host_failing_ = number; }
+
+// Streams and events.
+
+struct host_stream {
+  std::vector<std::function<void()>> queue;
+  bool ordered = false;  // what comes next is ordered after something in another stream
 };
 
-struct HostStream {
-  int device = 0;
-  HostGraph* capture = nullptr;    // that it takes part in
-  std::vector<HostStream*> drawn;  // of the stream where the capture began: those drawn in
-  bool ahead = false;              // has work in the capture that the first stream has not seen
-#if defined(HOST_ASYNC)
-  std::mutex lock;
-  std::condition_variable changed;
-  std::deque<std::function<void()>> queue;
-  bool running = false, ending = false;
-  std::thread thread;
-#endif
+struct host_event {
+  cudaStream_t stream = nullptr;
 };
 
-struct HostEvent {
-  HostStream* recorded = nullptr;
-  HostGraph* capture = nullptr;
-};
-
-typedef HostStream* cudaStream_t;
-typedef HostEvent* cudaEvent_t;
-typedef HostGraph* cudaGraph_t;
-typedef HostGraph* cudaGraphExec_t;
-
-struct cudaPitchedPtr {
-  void* ptr;
-  size_t pitch, xsize, ysize;
-};
-struct cudaExtent {
-  size_t width, height, depth;
-};
-struct cudaMemcpy3DParms {
-  cudaPitchedPtr srcPtr, dstPtr;
-  cudaExtent extent;
-  cudaMemcpyKind kind;
-};
-inline cudaPitchedPtr make_cudaPitchedPtr(void* p, size_t pitch, size_t x, size_t y) {
-  return {p, pitch, x, y};
+inline host_stream* host_made(cudaStream_t stream) {
+  return reinterpret_cast<uintptr_t>(stream) < 65536 ? nullptr : static_cast<host_stream*>(stream);
 }
-inline cudaExtent make_cudaExtent(size_t w, size_t h, size_t d) { return {w, h, d}; }
-
-// The tests' own controls and counts.
-
-static std::atomic<uint64_t> host_alive_{0}, host_copies_made_{0}, host_launched_{0};
-static std::atomic<const char*> host_problem_text_{nullptr};
-static std::mutex host_lock_;
-static std::map<std::string, int> host_failures_;
-static thread_local int host_device_ = 0;
-
-static inline cudaError_t host_enter(const char* call) {
-  std::lock_guard<std::mutex> guard(host_lock_);
-  auto found = host_failures_.find(call);
-  if (found == host_failures_.end()) return cudaSuccess;
-  if (found->second-- > 0) return cudaSuccess;
-  host_failures_.erase(found);
-  return cudaErrorMemoryAllocation;
-}
-#define HOST_ENTER() \
-  if (cudaError_t host_error_ = host_enter(__func__)) return host_error_
-
-static inline cudaError_t host_wrong(const char* what) {
-  host_problem_text_ = what;
-  return cudaErrorInvalidValue;
-}
-
-extern "C" {
-__attribute__((visibility("default"))) inline void host_fail(const char* call, int after) {
-  std::lock_guard<std::mutex> guard(host_lock_);
-  if (after < 0)
-    host_failures_.erase(call);
-  else
-    host_failures_[call] = after;
-}
-__attribute__((visibility("default"))) inline const char* host_problem() {
-  return host_problem_text_.exchange(nullptr);
-}
-__attribute__((visibility("default"))) inline uint64_t host_alive() { return host_alive_; }
-__attribute__((visibility("default"))) inline uint64_t host_copied() { return host_copies_made_; }
-__attribute__((visibility("default"))) inline uint64_t host_graphs_launched() {
-  return host_launched_;
-}
-}
-// An inline function that nobody calls is not in the library.
-__attribute__((used)) static void* const host_controls_[] = {(void*)host_fail, (void*)host_problem,
-                                                             (void*)host_alive, (void*)host_copied,
-                                                             (void*)host_graphs_launched};
-
-// Errors.
-
-inline const char* cudaGetErrorString(cudaError_t error) {
-  return error == cudaErrorMemoryAllocation ? "out of memory" : "error of the fake runtime";
-}
-inline const char* cudaGetErrorName(cudaError_t error) {
-  return error == cudaErrorMemoryAllocation ? "cudaErrorMemoryAllocation" : "cudaErrorFake";
-}
-inline cudaError_t cudaGetLastError() { return cudaSuccess; }
-
-// Work in stream order.
 
 inline void host_enqueue(cudaStream_t stream, std::function<void()> work) {
-  if (stream != nullptr && stream->capture != nullptr) {
-    stream->capture->work.push_back(std::move(work));
-    stream->ahead = true;
-    return;
-  }
-#if defined(HOST_ASYNC)
-  if (stream != nullptr) {
-    std::lock_guard<std::mutex> guard(stream->lock);
-    stream->queue.push_back(std::move(work));
-    stream->changed.notify_all();
-    return;
-  }
-#endif
-  work();
+  host_stream* made = host_made(stream);
+  if (made == nullptr) return work();
+  if (!made->ordered) host_problem_ = "work that is ordered after nothing";
+  made->queue.push_back(std::move(work));
 }
 
-#define HOST_STREAM(grid, block, shared, stream) (stream)
-
-template <typename Work>
-void host_launch(cudaStream_t stream, Work work) {
-  host_enqueue(stream, work);
+inline int host_create() {
+  if (host_failing_ != 0 && --host_failing_ == 0) return 2;  // cudaErrorMemoryAllocation
+  __atomic_add_fetch(&host_streams_, 1, __ATOMIC_RELAXED);
+  return 0;
 }
 
-inline cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
-  HOST_ENTER();
-  *stream = new HostStream();
-  (*stream)->device = host_device_;
-  ++host_alive_;
-#if defined(HOST_ASYNC)
-  HostStream* own = *stream;
-  own->thread = std::thread([own] {
-    host_device_ = own->device;
-    std::unique_lock<std::mutex> guard(own->lock);
-    while (true) {
-      own->changed.wait(guard, [own] { return own->ending || !own->queue.empty(); });
-      if (own->queue.empty()) return;
-      auto work = std::move(own->queue.front());
-      own->queue.pop_front();
-      own->running = true;
-      guard.unlock();
-      work();
-      guard.lock();
-      own->running = false;
-      own->changed.notify_all();
-    }
-  });
-#endif
-  return cudaSuccess;
+inline int cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
+  int status = host_create();
+  if (status == 0) *stream = new host_stream();
+  return status;
 }
 
-inline cudaError_t cudaStreamDestroy(cudaStream_t stream) {
-  HOST_ENTER();
-  if (stream->capture != nullptr) return host_wrong("a stream was destroyed in a capture");
-#if defined(HOST_ASYNC)
-  {
-    std::lock_guard<std::mutex> guard(stream->lock);
-    stream->ending = true;
-    stream->changed.notify_all();
-  }
-  stream->thread.join();
-#endif
-  delete stream;
-  --host_alive_;
-  return cudaSuccess;
+inline int cudaStreamDestroy(cudaStream_t stream) {
+  if (!host_made(stream)->queue.empty()) host_problem_ = "work that nothing waits for";
+  __atomic_sub_fetch(&host_streams_, 1, __ATOMIC_RELAXED);
+  delete host_made(stream);
+  return 0;
 }
 
-inline cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
-  HOST_ENTER();
-#if defined(HOST_ASYNC)
-  std::unique_lock<std::mutex> guard(stream->lock);
-  stream->changed.wait(guard, [stream] { return stream->queue.empty() && !stream->running; });
-#else
-  (void)stream;
-#endif
-  return cudaSuccess;
+inline int cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
+  int status = host_create();
+  if (status == 0) *event = new host_event();
+  return status;
 }
 
-inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
-  HOST_ENTER();
-  *event = new HostEvent();
-  ++host_alive_;
-  return cudaSuccess;
-}
-
-inline cudaError_t cudaEventDestroy(cudaEvent_t event) {
-  HOST_ENTER();
+inline int cudaEventDestroy(cudaEvent_t event) {
+  __atomic_sub_fetch(&host_streams_, 1, __ATOMIC_RELAXED);
   delete event;
-  --host_alive_;
-  return cudaSuccess;
+  return 0;
 }
 
-inline cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
-  HOST_ENTER();
-  event->recorded = stream;
-  event->capture = stream == nullptr ? nullptr : stream->capture;
-  return cudaSuccess;
+inline int cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+  event->stream = stream;
+  return 0;
 }
 
-inline cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
-  HOST_ENTER();
-  HostGraph* capture = event->capture;
-  if (capture == nullptr || stream == nullptr) return cudaSuccess;
-  if (stream->capture == nullptr) {
-    // Drawn into the capture of the stream that the event was recorded on.
-    stream->capture = capture;
-    stream->ahead = true;
-    event->recorded->drawn.push_back(stream);
-  } else if (stream->capture != capture) {
-    return host_wrong("a capture waits for an event of another one");
-  } else {
-    event->recorded->ahead = false;
+inline int cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
+  host_stream* waiting = host_made(stream);
+  if (waiting != nullptr) {
+    waiting->ordered = true;
+    return 0;
   }
-  return cudaSuccess;
+  host_stream* awaited = host_made(event->stream);
+  if (awaited == nullptr) return 0;
+  std::vector<std::function<void()>> queue;
+  queue.swap(awaited->queue);
+  awaited->ordered = false;
+  for (const auto& work : queue) work();
+  return 0;
 }
 
-// Graphs.
+inline int cudaGetLastError() { return 0; }
 
-inline cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode) {
-  HOST_ENTER();
-  if (stream == nullptr || stream->capture != nullptr) return host_wrong("a capture in a capture");
-  stream->capture = new HostGraph();
-  ++host_alive_;
-  return cudaSuccess;
-}
+// Copies.
 
-inline cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph) {
-  *graph = stream->capture;
-  stream->capture = nullptr;
-  bool unjoined = false;
-  for (HostStream* other : stream->drawn) {
-    unjoined |= other->ahead;
-    other->capture = nullptr;
-    other->ahead = false;
-  }
-  stream->drawn.clear();
-  stream->ahead = false;
-  cudaError_t error = host_enter(__func__);
-  if (unjoined && error == cudaSuccess) {
-    host_problem_text_ = "a stream did not rejoin the capture";
-    error = cudaErrorStreamCaptureUnjoined;
-  }
-  if (error != cudaSuccess) {
-    delete *graph;
-    *graph = nullptr;
-    --host_alive_;
-  }
-  return error;
-}
-
-inline cudaError_t cudaGraphInstantiate(cudaGraphExec_t* exec, cudaGraph_t graph,
-                                        unsigned long long) {
-  HOST_ENTER();
-  *exec = new HostGraph(*graph);
-  ++host_alive_;
-  return cudaSuccess;
-}
-
-inline cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
-  delete graph;
-  --host_alive_;
-  return cudaSuccess;
-}
-
-inline cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec) {
-  HOST_ENTER();
-  exec->work = {[] { host_wrong("a graph was launched after it was destroyed"); }};
-  delete exec;
-  --host_alive_;
-  return cudaSuccess;
-}
-
-inline cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream) {
-  HOST_ENTER();
-  ++host_launched_;
-  for (const auto& work : exec->work) host_enqueue(stream, work);
-  return cudaSuccess;
-}
-
-// Copies. A test may put something between (HOST_COPY): a link that loses or changes what it
-// carries.
-
-#if !defined(HOST_COPY)
-#define HOST_COPY(to, from, bytes, device) memcpy(to, from, bytes)
-#endif
-
-inline cudaError_t cudaMemcpy3DAsync(const cudaMemcpy3DParms* p, cudaStream_t stream) {
-  HOST_ENTER();
-  cudaMemcpy3DParms q = *p;
-  if (q.extent.width > q.srcPtr.pitch || q.extent.width > q.dstPtr.pitch)
-    return host_wrong("a pitched copy is wider than its pitch");
-  if (q.extent.height > q.srcPtr.ysize || q.extent.height > q.dstPtr.ysize)
-    return host_wrong("a slice is higher than its pitch");
-  if (q.extent.width == 0 || q.extent.height == 0 || q.extent.depth == 0)
-    return host_wrong("an empty copy");
-  ++host_copies_made_;
-  host_enqueue(stream, [q] {
-    for (size_t z = 0; z < q.extent.depth; ++z) {
-      for (size_t y = 0; y < q.extent.height; ++y) {
-        char* to = (char*)q.dstPtr.ptr + (z * q.dstPtr.ysize + y) * q.dstPtr.pitch;
-        const char* from = (const char*)q.srcPtr.ptr + (z * q.srcPtr.ysize + y) * q.srcPtr.pitch;
-        HOST_COPY(to, from, q.extent.width, host_device_);
-      }
+inline int cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind,
+                           cudaStream_t stream) {
+  __atomic_add_fetch(&host_copies_, 1, __ATOMIC_RELAXED);
+  host_enqueue(stream, [=] {
+    // A flag is one word, which arrives whole.
+    if (bytes == 4) {
+      __atomic_store_n(static_cast<uint32_t*>(to),
+                       __atomic_load_n(static_cast<const uint32_t*>(from), __ATOMIC_RELAXED),
+                       __ATOMIC_RELEASE);
+    } else {
+      memcpy(to, from, bytes);
+      __atomic_thread_fence(__ATOMIC_SEQ_CST);
     }
   });
-  return cudaSuccess;
+  return 0;
 }
 
-inline cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_pitch,
-                                     size_t width, size_t height, cudaMemcpyKind kind,
-                                     cudaStream_t stream) {
-  HOST_ENTER();
-  cudaMemcpy3DParms p = {};
-  p.srcPtr = make_cudaPitchedPtr(const_cast<void*>(from), from_pitch, width, height);
-  p.dstPtr = make_cudaPitchedPtr(to, to_pitch, width, height);
-  p.extent = make_cudaExtent(width, height, 1);
-  p.kind = kind;
-  return cudaMemcpy3DAsync(&p, stream);
-}
-
-inline cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind kind,
-                                   cudaStream_t stream) {
-  return cudaMemcpy2DAsync(to, bytes, from, bytes, bytes, 1, kind, stream);
-}
-
-inline cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t stream) {
-  HOST_ENTER();
-  host_enqueue(stream, [=] { memset(to, value, bytes); });
-  return cudaSuccess;
-}
-
-// Devices: as many as HOST_DEVICES says, with the UUIDs of comm_core.testing.topologies.
-
-struct cudaUUID_t {
-  char bytes[16];
-};
-struct cudaDeviceProp {
-  cudaUUID_t uuid;
-};
-struct cudaFuncAttributes {
-  int unused;
-};
-
-static inline int host_devices() {
-  const char* text = getenv("HOST_DEVICES");
-  return text == nullptr ? 8 : atoi(text);
-}
-inline cudaError_t cudaFuncGetAttributes(cudaFuncAttributes*, const void*) { return cudaSuccess; }
-inline cudaError_t cudaGetDevice(int* device) {
-  *device = host_device_;
-  return cudaSuccess;
-}
-inline cudaError_t cudaSetDevice(int device) {
-  HOST_ENTER();
-  host_device_ = device;
-  return cudaSuccess;
-}
-inline cudaError_t cudaGetDeviceCount(int* count) {
-  HOST_ENTER();
-  *count = host_devices();
-  return cudaSuccess;
-}
-inline cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
-  HOST_ENTER();
-  const unsigned char rest[12] = {0xc0, 0xde, 0x4a, 0x11, 0x80};
-  const unsigned char first[4] = {0, 0, 0, (unsigned char)device};
-  memcpy(properties->uuid.bytes, first, 4);
-  memcpy(properties->uuid.bytes + 4, rest, 12);
-  return cudaSuccess;
-}
-
-static std::map<char*, std::pair<size_t, int>> host_memory_;  // address -> bytes, device
-
-inline cudaError_t cudaMalloc(void** pointer, size_t bytes) {
-  HOST_ENTER();
-  *pointer = aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
-  std::lock_guard<std::mutex> guard(host_lock_);
-  host_memory_[(char*)*pointer] = {bytes, host_device_};
-  ++host_alive_;
-  return cudaSuccess;
-}
-inline cudaError_t cudaFree(void* pointer) {
-  HOST_ENTER();
-  {
-    std::lock_guard<std::mutex> guard(host_lock_);
-    if (host_memory_.erase((char*)pointer) == 0) {
-      host_problem_text_ = "memory was freed that is not there";
-      return cudaErrorInvalidValue;
+inline int cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_pitch,
+                             size_t width, size_t height, cudaMemcpyKind, cudaStream_t stream) {
+  __atomic_add_fetch(&host_copies_, 1, __ATOMIC_RELAXED);
+  // What CUDA refuses.
+  if (width > to_pitch || width > from_pitch)
+    host_problem_ = "a pitched copy is wider than its pitch";
+  if (to_pitch >= 1ull << 31 || from_pitch >= 1ull << 31)
+    host_problem_ = "a pitch is larger than CUDA takes";
+  host_enqueue(stream, [=] {
+    for (size_t row = 0; row < height; ++row) {
+      memcpy(static_cast<char*>(to) + row * to_pitch,
+             static_cast<const char*>(from) + row * from_pitch, width);
     }
-  }
-  free(pointer);
-  --host_alive_;
-  return cudaSuccess;
+    __atomic_thread_fence(__ATOMIC_SEQ_CST);
+  });
+  return 0;
 }
-// The device whose memory an address lies in, or -1.
-static inline int host_device_of(const void* address) {
-  std::lock_guard<std::mutex> guard(host_lock_);
-  for (const auto& item : host_memory_) {
-    if ((char*)address >= item.first && (char*)address < item.first + item.second.first)
-      return item.second.second;
-  }
-  return -1;
+
+// Launches: a kernel is a host function; one that divides its work among blocks is told how many.
+
+template <typename Parameters>
+void host_launch(cudaStream_t stream, uint32_t, void (*kernel)(const Parameters&),
+                 const Parameters& parameters) {
+  host_enqueue(stream, [=] { kernel(parameters); });
 }
-inline cudaError_t cudaDeviceEnablePeerAccess(int, unsigned) {
-  HOST_ENTER();
-  return cudaSuccess;
+
+template <typename... Parameters, typename... Arguments>
+void host_launch(cudaStream_t stream, uint32_t, void (*kernel)(Parameters...),
+                 Arguments... arguments) {
+  host_enqueue(stream, [=] { kernel(arguments...); });
 }
-#if !defined(HOST_MAY_ACCESS)
-#define HOST_MAY_ACCESS(from, to) 1
-#endif
-inline cudaError_t cudaDeviceCanAccessPeer(int* can, int from, int to) {
-  HOST_ENTER();
-  (void)from, (void)to;
-  *can = HOST_MAY_ACCESS(from, to);
-  return cudaSuccess;
+
+template <typename Parameters>
+void host_launch(cudaStream_t stream, uint32_t blocks,
+                 void (*kernel)(const Parameters&, uint32_t), const Parameters& parameters) {
+  host_enqueue(stream, [=] { kernel(parameters, blocks); });
+}
+
+struct dim3 {
+  uint32_t x;
+  explicit dim3(uint32_t size = 1) : x(size) {}
+};
+enum { cudaLaunchAttributeProgrammaticStreamSerialization = 6 };
+struct cudaLaunchAttribute {
+  int id;
+  struct {
+    int programmaticStreamSerializationAllowed;
+  } val;
+};
+struct cudaLaunchConfig_t {
+  dim3 gridDim, blockDim;
+  size_t dynamicSmemBytes;
+  cudaStream_t stream;
+  cudaLaunchAttribute* attrs;
+  unsigned numAttrs;
+};
+
+template <typename Kernel, typename Parameters>
+int cudaLaunchKernelEx(const cudaLaunchConfig_t* config, Kernel kernel,
+                       const Parameters& parameters) {
+  host_launch(config->stream, config->gridDim.x, kernel, parameters);
+  return 0;
 }

@@ -1,41 +1,14 @@
 // The kernels of windows as host functions: ranks are threads, device memory is host memory, a
 // launch runs at once.
 //
-// A test puts this before csrc/windows.cu, whose launches it has turned into calls, and compiles
-// both with a host compiler. So the entry points, the structs, the signals, the plan's arithmetic
+// A test puts this before csrc/windows.cu and compiles both with a host compiler
+// (comm_core/testing/host_modules.py). So the entry points, the structs, the signals, the plan's arithmetic
 // and the copies of the copy engines are the real ones; what is written anew is how a kernel
 // divides its work among threads.
-#include <comm_core/abi.h>
-#include <stdint.h>
-#include <string.h>
+#pragma once
+
+#include <comm_core/testing/host_cuda.h>
 #include <comm_core/exchange.cuh>
-
-typedef void* cudaStream_t;
-enum cudaMemcpyKind { cudaMemcpyDeviceToDevice = 3 };
-#define COMM_CUDA(call) ((void)(call))
-inline int cudaGetLastError() { return 0; }
-
-static uint64_t host_copies_ = 0;
-static const char* host_problem_ = nullptr;
-
-inline int cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t) {
-  __atomic_add_fetch(&host_copies_, 1, __ATOMIC_RELAXED);
-  memcpy(to, from, bytes);
-  return 0;
-}
-
-inline int cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_pitch,
-                             size_t width, size_t height, cudaMemcpyKind, cudaStream_t) {
-  __atomic_add_fetch(&host_copies_, 1, __ATOMIC_RELAXED);
-  // What CUDA refuses.
-  if (width > to_pitch || width > from_pitch)
-    host_problem_ = "a pitched copy is wider than its pitch";
-  for (size_t row = 0; row < height; ++row) {
-    memcpy(static_cast<char*>(to) + row * to_pitch,
-           static_cast<const char*>(from) + row * from_pitch, width);
-  }
-  return 0;
-}
 
 namespace comm {
 
@@ -132,11 +105,3 @@ COMM_EXPORT void host_locate_row(const comm::PlanTable* table, uint32_t entry, u
                                  uint64_t* found) {
   comm::locate_row(comm::plan_entries(table)[entry], row, &found[0], &found[1]);
 }
-
-COMM_EXPORT const char* host_problem(void) {
-  const char* problem = host_problem_;
-  host_problem_ = nullptr;
-  return problem;
-}
-
-COMM_EXPORT uint64_t host_copies(void) { return __atomic_load_n(&host_copies_, __ATOMIC_RELAXED); }

@@ -1,9 +1,7 @@
 // The module of the memory pool: an arena that torch allocates in. Python side: comm_nvlink/pool.py.
 #include <comm_core/abi.h>
 #include <comm_nvlink/arena.h>
-#include <sys/types.h>
 
-#include <algorithm>
 #include <new>
 
 using comm::nvlink::Arena;
@@ -41,10 +39,7 @@ COMM_EXPORT int comm_nvlink_arena_open_v1(const comm_nvlink_arena_open_args_v1* 
                static_cast<unsigned long long>(Arena::kGranule));
   Arena* arena = new (std::nothrow) Arena(args->base, args->bytes);
   COMM_REQUIRE(arena != nullptr, "no memory for an arena's lists");
-  {
-    std::lock_guard<std::mutex> lock(comm::nvlink::arenas().mutex);
-    comm::nvlink::arenas().open.push_back(arena);
-  }
+  comm::nvlink::open_arena(arena);
   *args->arena = arena;
   *args->allocate = reinterpret_cast<void*>(&comm::nvlink::arena_allocate);
   *args->release = reinterpret_cast<void*>(&comm::nvlink::arena_free);
@@ -53,12 +48,7 @@ COMM_EXPORT int comm_nvlink_arena_open_v1(const comm_nvlink_arena_open_args_v1* 
 
 COMM_EXPORT int comm_nvlink_arena_close_v1(const comm_nvlink_arena_close_args_v1* args) {
   COMM_CHECK_ARGS(args, comm_nvlink_arena_close_args_v1);
-  std::lock_guard<std::mutex> lock(comm::nvlink::arenas().mutex);
-  auto& open = comm::nvlink::arenas().open;
-  auto found = std::find(open.begin(), open.end(), args->arena);
-  if (found == open.end()) return COMM_OK;  // closed before
-  open.erase(found);
-  delete args->arena;
+  if (comm::nvlink::close_arena(args->arena)) delete args->arena;  // else it was closed before
   return COMM_OK;
 }
 
@@ -71,6 +61,7 @@ COMM_EXPORT int comm_nvlink_arena_enter_v1(const comm_nvlink_arena_enter_args_v1
 
 COMM_EXPORT int comm_nvlink_arena_look_v1(const comm_nvlink_arena_look_args_v1* args) {
   COMM_CHECK_ARGS(args, comm_nvlink_arena_look_args_v1);
+  COMM_REQUIRE(args->arena != nullptr, "the memory pool is closed");
   args->arena->look(args->used, args->refused);
   return COMM_OK;
 }

@@ -79,6 +79,20 @@ struct comm_nvlink_meet_args_v1 {
   uint32_t captured;
 };
 
+struct comm_nvlink_time_copy_args_v1 {
+  COMM_ARGS;
+  cudaStream_t stream;
+  void* target;
+  const void* source;
+  uint64_t target_pitch;
+  uint64_t source_pitch;
+  uint64_t width;
+  uint64_t height;
+  float* milliseconds;  // written
+  uint32_t pieces;      // that the width is cut into
+  uint32_t unused;
+};
+
 struct comm_nvlink_exchange_args_v1 {
   COMM_ARGS;
   cudaStream_t stream;
@@ -109,6 +123,11 @@ const comm_nvlink_copy_v1* list_copies(const comm_nvlink_copies_v1* copies) {
   uint64_t words = (uint64_t(copies->num_lists) + 1 + 1) / 2;  // of 8 bytes
   return reinterpret_cast<const comm_nvlink_copy_v1*>(
       reinterpret_cast<const uint64_t*>(copies + 1) + words);
+}
+
+// Where piece `piece` of a row begins. Twin: comm_nvlink/table.py, piece_edges.
+uint64_t piece_edge(uint64_t width, uint32_t pieces, uint32_t piece) {
+  return piece == pieces ? width : width * piece / pieces / 16 * 16;
 }
 
 int enqueue_list(const comm_nvlink_copies_v1* copies, uint32_t list, char* target,
@@ -238,6 +257,29 @@ COMM_EXPORT int comm_nvlink_close_v1(const comm_nvlink_close_args_v1* args) {
   return COMM_OK;
 }
 
+// Time one pitched copy. Waits for the stream: for set-up alone.
+COMM_EXPORT int comm_nvlink_time_copy_v1(const comm_nvlink_time_copy_args_v1* args) {
+  COMM_CHECK_ARGS(args, comm_nvlink_time_copy_args_v1);
+  cudaEvent_t begin = nullptr, end = nullptr;
+  COMM_CUDA(cudaEventCreate(&begin));
+  cudaError_t error = cudaEventCreate(&end);
+  if (error == cudaSuccess) error = cudaEventRecord(begin, args->stream);
+  for (uint32_t piece = 0; error == cudaSuccess && piece < args->pieces; ++piece) {
+    uint64_t from = piece_edge(args->width, args->pieces, piece);
+    uint64_t to = piece_edge(args->width, args->pieces, piece + 1);
+    error = cudaMemcpy2DAsync(static_cast<char*>(args->target) + from, args->target_pitch,
+                              static_cast<const char*>(args->source) + from, args->source_pitch,
+                              to - from, args->height, cudaMemcpyDeviceToDevice, args->stream);
+  }
+  if (error == cudaSuccess) error = cudaEventRecord(end, args->stream);
+  if (error == cudaSuccess) error = cudaEventSynchronize(end);
+  if (error == cudaSuccess) error = cudaEventElapsedTime(args->milliseconds, begin, end);
+  (void)cudaEventDestroy(begin);
+  if (end != nullptr) (void)cudaEventDestroy(end);
+  COMM_CUDA(error);
+  return COMM_OK;
+}
+
 COMM_EXPORT int comm_nvlink_meet_v1(const comm_nvlink_meet_args_v1* args) {
   COMM_CHECK_ARGS(args, comm_nvlink_meet_args_v1);
   const comm_nvlink_state_v1* state = args->state;
@@ -303,6 +345,7 @@ COMM_EXPORT int comm_nvlink_exchange_v1(const comm_nvlink_exchange_args_v1* args
 COMM_MODULE_BEGIN
 COMM_STRUCT(comm_nvlink_open_args_v1)
 COMM_STRUCT(comm_nvlink_close_args_v1)
+COMM_STRUCT(comm_nvlink_time_copy_args_v1)
 COMM_STRUCT(comm_nvlink_meet_args_v1)
 COMM_STRUCT(comm_nvlink_exchange_args_v1)
 COMM_MODULE_KERNELS

@@ -54,14 +54,24 @@ COMM_HD uint32_t next_epoch(const SignalBlock* own) { return load_relaxed(&own->
 COMM_HD bool aborted(const Call& call) { return load_relaxed(&own_block(call)->abort.value) != 0; }
 
 // Leave the operation, one thread of each of its `blocks` blocks. The last one leaves a record
-// where the rank was told of an abort, advances the epoch, and gets true.
-COMM_HD bool leave(const Call& call, uint32_t blocks) {
+// where the rank was told of an abort, advances the epoch, and gets true; and in `broken` whether
+// any block may have stopped half-way.
+//
+// The abort word is read after all blocks have counted, so that none stops unseen; and before the
+// epoch is advanced.
+COMM_HD bool leave(const Call& call, uint32_t blocks, bool* broken) {
   SignalBlock* own = own_block(call);
   if (!last_part(&own->exits.value, blocks)) return false;
-  if (aborted(call)) note_abort(own, call.operation, call.epoch, call.record);
+  *broken = aborted(call);
+  if (*broken) note_abort(own, call.operation, call.epoch, call.record);
   // Read by this rank's next kernel, which starts after this one has ended.
   store_relaxed(&own->epoch.value, call.epoch);
   return true;
+}
+
+COMM_HD bool leave(const Call& call, uint32_t blocks) {
+  bool broken;
+  return leave(call, blocks, &broken);
 }
 
 // A wait for `waited_for` was in vain: do what is owed to the peers and to the host. One thread.

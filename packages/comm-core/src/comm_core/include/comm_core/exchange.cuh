@@ -112,10 +112,8 @@ __device__ __forceinline__ void finish(const Session& session, const Call& call,
   __shared__ bool spoil;
   __syncthreads();
   if (threadIdx.x == 0) {
-    // The abort word is read before the epoch is advanced, because the next kernel may already look
-    // at it then.
-    bool broken = aborted(call);
-    spoil = leave(call, gridDim.x) && broken && session.poison;
+    bool broken = false;
+    spoil = leave(call, gridDim.x, &broken) && broken && session.poison;
   }
   __syncthreads();
   if (spoil) poison(destination, bytes);

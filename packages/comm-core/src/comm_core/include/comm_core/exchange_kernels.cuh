@@ -4,9 +4,10 @@
 
 #include <comm_core/exchange.cuh>
 
-namespace comm {
-
+// A host compiler has its own in tests (comm_core/testing/host_windows.h).
 #if defined(__CUDACC__)
+
+namespace comm {
 
 __global__ void __launch_bounds__(kExchangeThreads, 3)
     exchange_push_kernel(const __grid_constant__ ExchangeParams p) {
@@ -100,6 +101,6 @@ __global__ void __launch_bounds__(32)
   finish(session, call, nullptr, 0);
 }
 
-#endif
-
 }  // namespace comm
+
+#endif

@@ -6,7 +6,10 @@
 #pragma once
 
 #include <stdint.h>
+#include <sys/types.h>
 
+#include <algorithm>
+#include <iterator>
 #include <map>
 #include <mutex>
 #include <vector>
@@ -37,6 +40,35 @@ class Arena {
     }
     refused_ = bytes;
     return 0;
+  }
+
+  // Reserve what a tensor of an arena that was closed still holds of this memory, whose address is
+  // used again. It is given back like everything that was taken.
+  void reserve(uint64_t at, uint64_t size) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    // Arenas begin and end at granules, and so does what they give.
+    uint64_t begin = std::max(at, base_), end = std::min(at + size, base_ + bytes_);
+    for (auto range = free_.begin(); range != free_.end();) {
+      uint64_t first = range->first, last = first + range->second;
+      if (last <= begin || end <= first) {
+        ++range;
+        continue;
+      }
+      range = free_.erase(range);
+      if (first < begin) free_[first] = begin - first;
+      if (end < last) free_[end] = last - end;
+    }
+    used_ += end - begin;
+    // What lies here only in part is never given back: its beginning or end is not this arena's.
+    if (begin == at && end == at + size) taken_[at] = size;
+  }
+
+  bool touches(uint64_t at, uint64_t size) const { return at < base_ + bytes_ && base_ < at + size; }
+
+  // What is still taken.
+  std::map<uint64_t, uint64_t> taken() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return taken_;
   }
 
   // Whether `at` was taken from here; it is free again then.
@@ -86,6 +118,10 @@ class Arena {
 struct Arenas {
   std::mutex mutex;
   std::vector<Arena*> open;
+  // What tensors still hold of arenas that were closed: address -> bytes. The same addresses may be
+  // those of a later arena, which must neither give them away nor take their release for one of its
+  // own.
+  std::map<uint64_t, uint64_t> orphans;
 };
 
 inline Arenas& arenas() {
@@ -101,8 +137,11 @@ inline Arena*& current_arena() {
 }
 
 inline void* arena_allocate(ssize_t bytes, int, void*) {
-  Arena* arena = current_arena();
-  return arena == nullptr ? nullptr : reinterpret_cast<void*>(arena->take(uint64_t(bytes)));
+  std::lock_guard<std::mutex> lock(arenas().mutex);
+  const auto& open = arenas().open;
+  // A session may be closed while a thread is in its pool.
+  auto found = std::find(open.begin(), open.end(), current_arena());
+  return found == open.end() ? nullptr : reinterpret_cast<void*>((*found)->take(uint64_t(bytes)));
 }
 
 inline void arena_free(void* pointer, ssize_t, int, void*) {
@@ -111,6 +150,33 @@ inline void arena_free(void* pointer, ssize_t, int, void*) {
     if (arena->give_back(reinterpret_cast<uint64_t>(pointer))) return;
   }
   // From an arena that was closed with its session: its memory is the session's to release.
+  arenas().orphans.erase(reinterpret_cast<uint64_t>(pointer));
+}
+
+inline void open_arena(Arena* arena) {
+  std::lock_guard<std::mutex> lock(arenas().mutex);
+  auto& orphans = arenas().orphans;
+  for (auto orphan = orphans.begin(); orphan != orphans.end();) {
+    if (!arena->touches(orphan->first, orphan->second)) {
+      ++orphan;
+      continue;
+    }
+    arena->reserve(orphan->first, orphan->second);
+    // Whoever has it whole is who it is given back to.
+    orphan = arena->taken().count(orphan->first) ? orphans.erase(orphan) : std::next(orphan);
+  }
+  arenas().open.push_back(arena);
+}
+
+// Whether it was open. The caller deletes it.
+inline bool close_arena(Arena* arena) {
+  std::lock_guard<std::mutex> lock(arenas().mutex);
+  auto& open = arenas().open;
+  auto found = std::find(open.begin(), open.end(), arena);
+  if (found == open.end()) return false;
+  open.erase(found);
+  for (const auto& item : arena->taken()) arenas().orphans[item.first] = item.second;
+  return true;
 }
 
 }  // namespace nvlink

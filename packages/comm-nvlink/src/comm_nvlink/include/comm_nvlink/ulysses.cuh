@@ -153,9 +153,12 @@ COMM_HD void keep_up(const Call& call) {
 
 // The part of `open_kernel` that concerns one peer: wait for its announcement, and compare it with
 // what the host was told, because the copy engines are about to write there. One thread.
+//
+// The announcement of a peer that the SMs serve is not looked at: they may have served it by now, and
+// it may be announcing the next operation.
 COMM_HD bool open_engine_peer(const ExchangeParams& p, const Call& call, uint32_t peer) {
-  if (open_peer(p.session, call, peer, p.target_bytes) == nullptr) return false;
   if (!((p.by_engines >> peer) & 1)) return true;
+  if (open_peer(p.session, call, peer, p.target_bytes) == nullptr) return false;
   const Announcement& said = own_block(call)->ready[peer];
   if (said.window == p.expected_window[peer] && said.offset == p.expected_offset[peer]) return true;
   Call bad = call;
@@ -170,38 +173,103 @@ COMM_HD bool open_engine_peer(const ExchangeParams& p, const Call& call, uint32_
 constexpr uint32_t kInFlight = 4;
 
 // Vectors are numbered through all rows of an entry and dealt out to the threads one by one, so that
-// a few short rows keep as many threads busy as one long row.
-template <typename Vector>
+// a few short rows keep as many threads busy as one long row. From one of its vectors a thread
+// steps to the next by adding: where a vector lies is a number of mixed radix (place in the row,
+// row, ...), and divisions for each would cost more than the copy. `kLevels` are the innermost
+// levels of the entry; the others don't repeat.
+template <typename Vector, int kLevels>
+struct Walk {
+  static constexpr uint32_t kDigits = kLevels + 1;
+  uint32_t digit[kDigits], step[kDigits], radix[kDigits];
+  int64_t source_carry[kDigits], target_carry[kDigits];  // what a digit that wraps adds
+  const char* from;
+  char* to;
+  int64_t source_step, target_step;
+
+  __device__ __forceinline__ Walk(const PlanEntry& entry, char* target, const char* source,
+                                  uint32_t first, uint32_t stride) {
+    from = source + entry.source_offset;
+    to = target + entry.target_offset;
+    source_step = target_step = 0;
+    int64_t source_unit = sizeof(Vector), target_unit = sizeof(Vector);
+#pragma unroll
+    for (uint32_t i = 0; i < kDigits; ++i) {
+      radix[i] = i == 0 ? entry.row_bytes / uint32_t(sizeof(Vector)) : entry.repeat[kMaxLevels - i];
+      const bool last = i + 1 == kDigits;  // the outermost digit never wraps
+      uint32_t over = last ? 0 : first / radix[i];
+      digit[i] = first - over * radix[i];
+      first = over;
+      uint32_t over_step = last ? 0 : stride / radix[i];
+      step[i] = stride - over_step * radix[i];
+      stride = over_step;
+      from += digit[i] * source_unit;
+      to += digit[i] * target_unit;
+      source_step += step[i] * source_unit;
+      target_step += step[i] * target_unit;
+      if (!last) {
+        int64_t source_next = int64_t(entry.source_pitch[kMaxLevels - 1 - i]);
+        int64_t target_next = int64_t(entry.target_pitch[kMaxLevels - 1 - i]);
+        source_carry[i] = source_next - int64_t(radix[i]) * source_unit;
+        target_carry[i] = target_next - int64_t(radix[i]) * target_unit;
+        source_unit = source_next;
+        target_unit = target_next;
+      }
+    }
+  }
+
+  __device__ __forceinline__ void advance() {
+    from += source_step;
+    to += target_step;
+    bool carry = false;
+#pragma unroll
+    for (uint32_t i = 0; i + 1 < kDigits; ++i) {
+      digit[i] += step[i] + (carry ? 1 : 0);
+      carry = digit[i] >= radix[i];
+      if (carry) {
+        digit[i] -= radix[i];
+        from += source_carry[i];
+        to += target_carry[i];
+      }
+    }
+  }
+};
+
+template <typename Vector, int kLevels>
 __device__ __forceinline__ bool copy_vectors(const PlanEntry& entry, char* target,
                                              const char* source, const uint32_t* abort) {
   constexpr uint32_t kRoundsPerCheck = 32;
-  const uint32_t units = entry.row_bytes / uint32_t(sizeof(Vector));
-  const uint32_t total = entry.rows * units;  // below 2^31, see comm_nvlink/table.py
-  uint32_t left = kRoundsPerCheck;
-  for (uint32_t base = threadIdx.x; base < total; base += kInFlight * kThreads) {
+  // Below 2^31, see comm_nvlink/table.py.
+  const uint32_t total = entry.rows * (entry.row_bytes / uint32_t(sizeof(Vector)));
+  if (threadIdx.x >= total) return true;
+  uint32_t left = (total - threadIdx.x + kThreads - 1) / kThreads;
+  Walk<Vector, kLevels> walk(entry, target, source, threadIdx.x, kThreads);
+  for (uint32_t round = 1; left >= kInFlight; left -= kInFlight, ++round) {
     Vector held[kInFlight];
     char* to[kInFlight];
 #pragma unroll
     for (uint32_t i = 0; i < kInFlight; ++i) {
-      uint32_t at = base + i * kThreads;
-      if (at < total) {
-        uint32_t row = at / units;
-        uint64_t from_row, to_row;
-        locate_row(entry, row, &from_row, &to_row);
-        uint64_t within = uint64_t(at - row * units) * sizeof(Vector);
-        // A plain load: what is copied out of staging was written by a peer while this kernel ran.
-        held[i] = *reinterpret_cast<const Vector*>(source + from_row + within);
-        to[i] = target + to_row + within;
-      }
+      // A plain load: what is copied out of staging was written by a peer while this kernel ran.
+      held[i] = *reinterpret_cast<const Vector*>(walk.from);
+      to[i] = walk.to;
+      walk.advance();
     }
 #pragma unroll
-    for (uint32_t i = 0; i < kInFlight; ++i) {
-      if (base + i * kThreads < total) *reinterpret_cast<Vector*>(to[i]) = held[i];
+    for (uint32_t i = 0; i < kInFlight; ++i) *reinterpret_cast<Vector*>(to[i]) = held[i];
+    if (round % kRoundsPerCheck == 0 && load_relaxed(abort) != 0) return false;
+  }
+  Vector held[kInFlight - 1];
+  char* to[kInFlight - 1];
+#pragma unroll
+  for (uint32_t i = 0; i < kInFlight - 1; ++i) {
+    if (i < left) {
+      held[i] = *reinterpret_cast<const Vector*>(walk.from);
+      to[i] = walk.to;
+      walk.advance();
     }
-    if (--left == 0) {
-      if (load_relaxed(abort) != 0) return false;
-      left = kRoundsPerCheck;
-    }
+  }
+#pragma unroll
+  for (uint32_t i = 0; i < kInFlight - 1; ++i) {
+    if (i < left) *reinterpret_cast<Vector*>(to[i]) = held[i];
   }
   return true;
 }
@@ -218,16 +286,19 @@ __device__ __noinline__ bool copy_list(const Record* record, uint32_t list, char
                     reinterpret_cast<uint64_t>(source);
     uint32_t vector = uint32_t(bits & (~bits + 1));
     bool complete;
-    if (vector >= 16) {
-      complete = copy_vectors<uint4>(entry, target, source, abort);
+    if (vector >= 16 && entry.repeat[kMaxLevels - 2] == 1 && entry.repeat[kMaxLevels - 3] == 1 &&
+        entry.repeat[0] == 1) {
+      complete = copy_vectors<uint4, 1>(entry, target, source, abort);
+    } else if (vector >= 16) {
+      complete = copy_vectors<uint4, kMaxLevels>(entry, target, source, abort);
     } else if (vector == 8) {
-      complete = copy_vectors<uint2>(entry, target, source, abort);
+      complete = copy_vectors<uint2, kMaxLevels>(entry, target, source, abort);
     } else if (vector == 4) {
-      complete = copy_vectors<uint32_t>(entry, target, source, abort);
+      complete = copy_vectors<uint32_t, kMaxLevels>(entry, target, source, abort);
     } else if (vector == 2) {
-      complete = copy_vectors<uint16_t>(entry, target, source, abort);
+      complete = copy_vectors<uint16_t, kMaxLevels>(entry, target, source, abort);
     } else {
-      complete = copy_vectors<uint8_t>(entry, target, source, abort);
+      complete = copy_vectors<uint8_t, kMaxLevels>(entry, target, source, abort);
     }
     if (!complete) return false;
   }
@@ -239,10 +310,8 @@ __device__ __forceinline__ void settle(const ExchangeParams& p, const Call& call
   __shared__ bool spoil;
   __syncthreads();
   if (threadIdx.x == 0) {
-    // The abort word is read before the operation is over, because the next kernel may already look
-    // at it then.
-    bool broken = aborted(call);
-    spoil = leave(call, gridDim.x) && broken && p.session.poison;
+    bool broken = false;
+    spoil = leave(call, gridDim.x, &broken) && broken && p.session.poison;
   }
   __syncthreads();
   if (spoil) poison(p.output, p.target_bytes);

@@ -104,8 +104,8 @@ __global__ void __launch_bounds__(kThreads)
   __shared__ bool spoil;
   __syncthreads();
   if (threadIdx.x == 0) {
-    bool broken = comm::aborted(call);  // before the epoch is advanced, as in comm::finish
-    spoil = comm::leave(call, 1) && broken && session.poison;
+    bool broken = false;
+    spoil = comm::leave(call, 1, &broken) && broken && session.poison;
   }
   __syncthreads();
   if (!spoil) return;

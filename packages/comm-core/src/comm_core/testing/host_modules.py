@@ -1,0 +1,58 @@
+"""Modules compiled for the host, for tests without a GPU: ranks are threads, and device memory is host memory.
+
+A package gives a header with its kernels as host functions; ``host_cuda.h`` beside this file is what the entry points
+need of the CUDA runtime. Entry points, structs, signals and deadlines are then the real ones::
+
+    path = compile_for_host(SPEC, Path(comm_nvlink.__file__).parent, HEADER, tmp_path)
+    module = Module(SPEC, Artifact(SPEC.name, "host", path, {"archs": []}, {}))
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import comm_core
+from comm_core.jit.spec import ModuleSpec
+
+__all__ = ["HOST_WINDOWS", "compile_for_host"]
+
+_CORE = Path(comm_core.__file__).parent
+HOST_WINDOWS = Path(__file__).with_name("host_windows.h")
+"""The kernels of windows as host functions."""
+
+_LAUNCH = re.compile(r"([\w:]+)<<<(.+?),([^,]+),([^,]+),([^,]+?)>>>\(", re.DOTALL)
+_SECONDS = 120
+
+
+def host_source(text: str, header: Path) -> tuple[str, int]:
+    """Return a CUDA source with its launches as calls, after `header`; and how many launches there were."""
+    calls, launches = _LAUNCH.subn(r"host_launch(\5, \2, \1, ", text)
+    return f'#include "{header}"\n{calls}', launches
+
+
+def compile_for_host(
+    spec: ModuleSpec, package: Path, header: Path, folder: Path, *, flags: Sequence[str] = ("-w",)
+) -> Path:
+    """Compile a module's sources with the host's compiler; return the library.
+
+    Args:
+        spec: the module.
+        package: the folder of the package that it belongs to.
+        header: its kernels as host functions, which includes ``host_cuda.h``.
+        folder: where the library goes.
+        flags: further flags of the compiler.
+    """
+    made: list[str] = []
+    for source in spec.sources:
+        text, _ = host_source((package / source).read_text(encoding="utf-8"), header)
+        made.append(str(folder / f"{spec.name}_{Path(source).stem}.cpp"))
+        Path(made[-1]).write_text(text, encoding="utf-8")
+    library = folder / f"{spec.name}.so"
+    includes = [f"-I{_CORE / 'include'}", f"-I{_CORE.parent}", f"-I{package / 'include'}"]
+    # A host compiler knows neither these pragmas nor that a kernel of CUDA may have its parameters in constant memory.
+    command = ["g++", "-std=c++17", "-O1", "-fPIC", "-shared", *includes, "-o", str(library), *made, *flags]
+    subprocess.run(command, check=True, timeout=_SECONDS)
+    return library
