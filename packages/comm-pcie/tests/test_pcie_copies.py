@@ -115,6 +115,18 @@ def test_rows_that_copy_engines_are_slow_at_are_cut(width: int) -> None:
     assert [box.row_bytes for box in boxes(whole)] == [width]
 
 
+def test_rows_that_are_too_far_apart_go_one_by_one() -> None:
+    """CUDA refuses a pitch of 2 GiB; a whole operand of 8 GiB may have one."""
+    far = 1 << 31
+    for pitches in ((far, 16), (16, far)):
+        copy = Copy(1, 0, 0, 0, (Level(2, 4 * far, 4 * far), Level(3, *pitches)), 16)
+        found = boxes(Plan("test", 0, 2, (copy,), (), 1, copy.target_end))
+        assert len(found) == 6 and {(box.rows, box.slices) for box in found} == {(1, 1)}
+        assert by_boxes(found) == as_bytes(Plan("test", 0, 2, (copy,), (), 1, copy.target_end))
+    near = Copy(1, 0, 0, 0, (Level(3, far - 1, 16),), 16)
+    assert len(boxes(Plan("test", 0, 2, (near,), (), 1, near.target_end))) == 1
+
+
 def test_lanes_share_the_peers() -> None:
     for size in (2, 4, 8):
         lanes = [box.lane for box in boxes(plans.exchange_chunks(4, 2, 0, size))]

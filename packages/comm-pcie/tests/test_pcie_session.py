@@ -704,6 +704,35 @@ def test_a_call_that_fails_on_one_rank_ends_on_all(monkeypatch: pytest.MonkeyPat
     assert in_process._alive == {}
 
 
+def half_enqueued(group: Group, library: Any) -> str:
+    comm = communicator(group, dtype=torch.float32)
+    x = torch.ones(1, 4, group.size, 8)
+    out = comm.allocate_output(x, "scatter_heads")
+    comm.scatter_heads(x, out=out)
+    group.barrier("before")
+    if group.rank == 0:
+        library.host_fail(b"cudaMemcpy3DAsync", 0)
+    group.barrier("ordered")
+    texts = []
+    for _ in range(2):
+        try:
+            comm.scatter_heads(x, out=out)
+        except TransportError as error:
+            texts.append(str(error))
+    del out
+    comm.close(timeout=10)
+    return " | ".join(texts)
+
+
+def test_a_copy_that_cuda_refuses_breaks_the_communicator(modules: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is no refusal: the rank has announced its output by then. The other one ends at its deadline."""
+    monkeypatch.setenv("COMM_TIMEOUT_S", "0.5")
+    texts = sorted(run_threads(2, half_enqueued, modules.library, group_timeout_s=5), key=len)
+    assert "waiting for rank" in " ".join(texts) and any(
+        "out of memory" in text and "broken since an earlier failure" in text for text in texts
+    ), texts
+
+
 def closing(group: Group, rank: int, times: int) -> list[str]:
     comm = communicator(group)
     if group.rank == rank:

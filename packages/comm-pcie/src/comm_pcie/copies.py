@@ -26,6 +26,9 @@ Measured on H200, 80 MiB and more to a peer: rows of 10,240 bytes run at 335 GB/
 between 1 and 20 KiB at 385 to 390; 10,240 as two halves, at 385.
 """
 
+_MAX_PITCH = 2**31 - 1
+"""Bytes from row to row that CUDA takes at most."""
+
 _COPY = struct.Struct("7Q4I0Q")
 COPY_BYTES = _COPY.size
 
@@ -112,9 +115,12 @@ def _cut(copy: Copy, lane: int) -> Iterator[Box]:
     levels = list(copy.levels)
     parts = SLOW_ROWS.get(copy.row_bytes, 1) if levels else 1
     width = copy.row_bytes // parts
-    inner = levels.pop() if levels else Level(1, copy.row_bytes, copy.row_bytes)
+    if levels and max(levels[-1].source_pitch, levels[-1].target_pitch) <= _MAX_PITCH:
+        inner = levels.pop()
+    else:
+        inner = Level(1, copy.row_bytes, copy.row_bytes)
     slices, heights = 1, (inner.repeat, inner.repeat)
-    if levels and _is_slice(levels[-1], inner):
+    if inner.repeat > 1 and levels and _is_slice(levels[-1], inner):
         outer = levels.pop()
         slices = outer.repeat
         heights = (outer.source_pitch // inner.source_pitch, outer.target_pitch // inner.target_pitch)

@@ -78,6 +78,8 @@ class Engine:
         """Of the engine, for `exchange`."""
         size = struct.calcsize(_COUNTERS)
         self._counters = (ctypes.c_char * size).from_address(self.address)
+        # Every call looks at it.
+        self._failed = ctypes.c_uint64.from_address(self.address + size - ctypes.sizeof(ctypes.c_uint64))
         self._last = Counters(0, 0, 0, 0, 0)
 
     @property
@@ -86,6 +88,11 @@ class Engine:
         if self.address:
             self._last = Counters(*struct.unpack(_COUNTERS, self._counters.raw)[2:])
         return self._last
+
+    @property
+    def graphs_failed(self) -> bool:
+        """Whether CUDA could not make a graph. Only while it is open."""
+        return self._failed.value != 0
 
     def why(self) -> str:
         """Return the text of this thread's last failure in the module."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from comm_core import _cuda
-from comm_core.errors import ArgumentValueError, TransportError, UnsupportedError
+from comm_core.errors import ArgumentValueError, CudaCallError, TransportError, UnsupportedError
 from comm_core.transport import strided
 from comm_core.transport.interface import Properties, Staging
 from comm_core.transport.plan import Copy, Level, Plan
@@ -47,6 +47,8 @@ class _Prepared(NamedTuple):
     """A plan as it is enqueued. What the module is given addresses of is held here.
 
     Attributes:
+        table_at: address of the table.
+        packed_at: address of the copies.
         table: on the device.
         packed: the copies, on the host.
         num_copies: how many they are.
@@ -54,6 +56,8 @@ class _Prepared(NamedTuple):
         graph: whether eager calls may become graphs.
     """
 
+    table_at: int
+    packed_at: int
     table: torch.Tensor
     packed: ctypes.Array[ctypes.c_char]
     num_copies: int
@@ -212,23 +216,27 @@ class PcieSession(WindowSession):
     def _launch(self, plan: Plan, source: torch.Tensor, window: MappedWindow, operation: int) -> None:
         prepared = self._prepared.get(plan) or self._prepare(plan)
         engine = self._engine
-        engine.exchange(
-            self._stream(),
-            self._session,
-            engine.address,
-            prepared.table.data_ptr(),
-            ctypes.addressof(prepared.packed),
-            ctypes.addressof(self._outputs.get(window.number) or self._add_outputs(window)),
-            source.data_ptr(),
-            plan.target_bytes,
-            prepared.num_copies,
-            window.number,
-            operation,
-            prepared.blocks,
-            prepared.graph and not _cuda.is_capturing(),
-            0,
-        )
-        if prepared.graph and not self._graphs_failed and engine.counters.failed:
+        try:
+            engine.exchange(
+                self._stream(),
+                self._session,
+                engine.address,
+                prepared.table_at,
+                prepared.packed_at,
+                ctypes.addressof(self._outputs.get(window.number) or self._add_outputs(window)),
+                source.data_ptr(),
+                plan.target_bytes,
+                prepared.num_copies,
+                window.number,
+                operation,
+                prepared.blocks,
+                prepared.graph and not _cuda.is_capturing(),
+                0,
+            )
+        except CudaCallError as error:
+            # Part of it may be under way, so this is no refusal: the peers wait for the rest until their deadline.
+            raise TransportError(f"{plan.operation}: {error}") from error
+        if prepared.graph and not self._graphs_failed and engine.graphs_failed:
             self._graphs_failed = True
             _log.warning("pcie: calls are enqueued one by one from now on: a graph can't be made: %s", engine.why())
 
@@ -240,11 +248,14 @@ class PcieSession(WindowSession):
                 "table would have to be copied to the device: make the call once before the capture"
             )
         found = copies.boxes(plan)
-        data = torch.frombuffer(bytearray(compile_plan(plan).data), dtype=torch.uint8)
+        table = torch.frombuffer(bytearray(compile_plan(plan).data), dtype=torch.uint8).to(self._device)
+        packed = ctypes.create_string_buffer(copies.pack(found))
         local = plan.send_bytes[plan.rank]
         prepared = _Prepared(
-            data.to(self._device),
-            ctypes.create_string_buffer(copies.pack(found)),
+            table.data_ptr(),
+            ctypes.addressof(packed),
+            table,
+            packed,
             len(found),
             min(_LOCAL_BLOCKS, -(-local // _BYTES_PER_BLOCK)),
             len(found) >= GRAPH_COPIES,
