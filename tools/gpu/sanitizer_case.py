@@ -1,7 +1,10 @@
-"""``python -m gpu.sanitizer_case``: two ranks that use every kernel of windows and pcie once, for compute-sanitizer.
+"""``python -m gpu.sanitizer_case``: ranks that use every kernel of windows and pcie once, for compute-sanitizer.
 
-Rank 0 is the process that is started; it starts rank 1. Both compare what arrives and print ``rank N: ok``. Without
-MPS the ranks take turns on the GPU, and a sanitizer makes kernels many times slower: the deadline is scaled to that.
+    --ranks N        2, 4 or 8
+    --backend NAME   one of the transports alone
+
+Rank 0 is the process that is started; it starts the others. All compare what arrives and print ``rank N: ok``.
+Without MPS the ranks take turns on the GPU, and a sanitizer makes kernels many times slower: the deadline is scaled to that.
 
 ``--plant`` is the control: rank 1 stores past the end of its memory, which a sanitizer that sees it must report.
 """
@@ -14,6 +17,7 @@ import os
 import subprocess
 import sys
 import warnings
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -26,7 +30,8 @@ from comm_core.testing import reference
 # torch's annotations leave out its stores.
 dist: Any = importlib.import_module("torch.distributed")
 
-_RANKS = 2
+BACKENDS = ("windows", "windows-ce", "pcie")
+"""Transports whose kernels are used, in this order."""
 _TIMEOUT_S = "300"
 
 
@@ -37,19 +42,21 @@ def device_of(rank: int) -> torch.device:
     return device
 
 
-def operand(rank: int, number: int) -> torch.Tensor:
+def operand(rank: int, number: int, ranks: int) -> torch.Tensor:
     """Return an operand whose rows are no multiple of 16 bytes, for vectors of all widths; on the host."""
-    return reference.make_input(number, rank, (2, 5, 6, 7), torch.bfloat16)
+    return reference.make_input(number, rank, (2, 5, 3 * ranks, 7), torch.bfloat16)
 
 
 def whole_heads(comm: UlyssesCommunicator, direct: bool) -> None:
     """Scatter and gather, into windows or through staging."""
-    every = [operand(rank, 1) for rank in range(_RANKS)]
+    every = [operand(rank, 1, comm.world_size) for rank in range(comm.world_size)]
     scattered = reference.scatter_heads(every)[comm.rank]
     x = every[comm.rank].to(comm.device)
     y = comm.allocate_output(x, "scatter_heads") if direct else torch.empty_like(scattered, device=comm.device)
-    comm.scatter_heads(x, out=y)
-    reference.assert_same_bits(y.cpu(), scattered)
+    # With one memory again and again a call becomes a graph, where a transport makes some.
+    for _ in range(3):
+        comm.scatter_heads(x, out=y)
+        reference.assert_same_bits(y.cpu(), scattered)
     z = comm.allocate_output(y, "gather_heads") if direct else torch.empty_like(x)
     comm.gather_heads(y, out=z)
     reference.assert_same_bits(z.cpu(), every[comm.rank])
@@ -57,14 +64,15 @@ def whole_heads(comm: UlyssesCommunicator, direct: bool) -> None:
 
 def head_chunk(comm: UlyssesCommunicator) -> None:
     """Exchange one band of heads: three sources into one output, and an output of which only a band is written."""
-    parts = [[operand(rank, number) for rank in range(_RANKS)] for number in (2, 3, 4)]
+    ranks = range(comm.world_size)
+    parts = [[operand(rank, number, comm.world_size) for rank in ranks] for number in (2, 3, 4)]
     query, key, value = (part[comm.rank].to(comm.device) for part in parts)
     out = comm.scatter_qkv_head_chunk(query, key, value, head_offset=1, head_count=2)
     expected = reference.scatter_qkv_head_chunk(*parts, head_offset=1, head_count=2)
     reference.assert_same_bits(out.cpu(), expected[comm.rank])
-    shape = (2, 10, 2, 7)
-    bands = [reference.make_input(5, rank, shape, torch.bfloat16) for rank in range(_RANKS)]
-    before = [operand(rank, 6) for rank in range(_RANKS)]
+    shape = (2, 5 * comm.world_size, 2, 7)
+    bands = [reference.make_input(5, rank, shape, torch.bfloat16) for rank in ranks]
+    before = [operand(rank, 6, comm.world_size) for rank in ranks]
     whole = before[comm.rank].to(comm.device)
     comm.gather_output_head_chunk(bands[comm.rank].to(comm.device), local_heads=3, head_offset=1, out=whole)
     after = reference.gather_output_head_chunk(bands, before, local_heads=3, head_offset=1)
@@ -74,24 +82,24 @@ def head_chunk(comm: UlyssesCommunicator) -> None:
 def small_gather(comm: UlyssesCommunicator) -> None:
     """Gather a few bytes and meet at a barrier."""
     session: Any = comm._session
-    value = torch.arange(37, dtype=torch.uint8, device=comm.device) + 100 * comm.rank
-    out = torch.zeros(_RANKS * 37, dtype=torch.uint8, device=comm.device)
+    value = torch.arange(37, dtype=torch.uint8, device=comm.device) + 27 * comm.rank
+    out = torch.zeros(comm.world_size * 37, dtype=torch.uint8, device=comm.device)
     session.all_gather_small(value, out)
     session.barrier()
     torch.cuda.synchronize()
     session.check()
-    expected = torch.cat([torch.arange(37, dtype=torch.uint8) + 100 * rank for rank in range(_RANKS)])
+    expected = torch.cat([torch.arange(37, dtype=torch.uint8) + 27 * rank for rank in range(comm.world_size)])
     assert torch.equal(out.cpu(), expected), out
 
 
-def run_rank(rank: int, store: Any) -> None:
+def run_rank(rank: int, ranks: int, backends: Sequence[str], store: Any) -> None:
     """Run everything once, over the SMs and over the copy engines, staged and registered."""
     device = device_of(rank)
     timeout = timedelta(seconds=float(_TIMEOUT_S))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=_RANKS, timeout=timeout)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timeout)
     # It says that it is experimental.
     warnings.simplefilter("ignore", UserWarning)
-    for backend in ("windows", "windows-ce", "pcie"):
+    for backend in backends:
         with UlyssesCommunicator(max_bytes=1 << 16, dtype=torch.bfloat16, backend=backend, device=device) as comm:
             whole_heads(comm, direct=True)
             if backend != "pcie":  # which has registered outputs alone
@@ -116,26 +124,31 @@ def main() -> None:
     """Be a rank."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plant", action="store_true")
-    parser.add_argument("--port", type=int, help="of rank 0's store: be rank 1")
+    parser.add_argument("--ranks", type=int, default=2, choices=(2, 4, 8), metavar="N")
+    parser.add_argument("--backend", choices=BACKENDS)
+    parser.add_argument("--port", type=int, help="of rank 0's store: be another rank")
+    parser.add_argument("--rank", type=int, default=0)
     options = parser.parse_args()
     os.environ |= {"COMM_ALLOW_SHARED_GPU": "1", "COMM_TIMEOUT_S": _TIMEOUT_S, "GLOO_SOCKET_IFNAME": "lo"}
     first = options.port is None
     store: Any = dist.TCPStore(
         "127.0.0.1", options.port or 0, None, first, timedelta(seconds=float(_TIMEOUT_S)), wait_for_workers=False
     )
-    other = None
+    others: list[subprocess.Popen[bytes]] = []
     if first:
-        again = [sys.executable, "-m", "gpu.sanitizer_case", *sys.argv[1:], "--port", str(store.port)]
-        other = subprocess.Popen(again, stdin=subprocess.DEVNULL)
+        again = [sys.executable, "-m", "gpu.sanitizer_case", *sys.argv[1:], "--port", str(store.port), "--rank"]
+        others = [subprocess.Popen([*again, str(rank)], stdin=subprocess.DEVNULL) for rank in range(1, options.ranks)]
     try:
         if options.plant:
-            plant(0 if first else 1)
+            plant(options.rank)
         else:
-            run_rank(0 if first else 1, store)
-        code = 0 if other is None else other.wait(float(_TIMEOUT_S))
+            backends = BACKENDS if options.backend is None else (options.backend,)
+            run_rank(options.rank, options.ranks, backends, store)
+        code = max((other.wait(float(_TIMEOUT_S)) for other in others), default=0)
     finally:
-        if other is not None and other.poll() is None:
-            other.kill()
+        for other in others:
+            if other.poll() is None:
+                other.kill()
     raise SystemExit(code)
 
 

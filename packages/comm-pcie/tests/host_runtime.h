@@ -1,5 +1,6 @@
-// The CUDA runtime for the modules of this package, compiled for the host (conftest.py). It has what
-// comm_core/testing/host_cuda.h has not: captures, graphs, devices, and streams that run by themselves.
+// The CUDA runtime for the modules of this package, compiled for the host (conftest.py). It has
+// what comm_core/testing/host_cuda.h has not: captures, graphs, devices, and streams that run by
+// themselves.
 //
 // Device memory is host memory. Work is done at once, in the order in which it is enqueued, by the
 // thread that enqueues it; with HOST_ASYNC every stream has a thread of its own, so that kernels of
