@@ -1,10 +1,8 @@
-"""``python -m gpu.sanitizer_case``: ranks that use every kernel of windows and pcie once, for compute-sanitizer.
-
-    --ranks N        2, 4 or 8
-    --backend NAME   one of the transports alone
+"""``python -m gpu.sanitizer_case``: ranks that use every kernel of a transport once, for compute-sanitizer.
 
 Rank 0 is the process that is started; it starts the others. All compare what arrives and print ``rank N: ok``.
-Without MPS the ranks take turns on the GPU, and a sanitizer makes kernels many times slower: the deadline is scaled to that.
+Without MPS the ranks take turns on the GPU, and a sanitizer makes kernels many times slower: the deadline is scaled
+to that.
 
 ``--plant`` is the control: rank 1 stores past the end of its memory, which a sanitizer that sees it must report.
 """
@@ -17,21 +15,18 @@ import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 
-from comm_core import UlyssesCommunicator, jit
+from comm_core import UlyssesCommunicator, jit, plugins
 from comm_core.jit.selfcheck import SELFCHECK
 from comm_core.testing import reference
 
 # torch's annotations leave out its stores.
 dist: Any = importlib.import_module("torch.distributed")
 
-BACKENDS = ("windows", "windows-ce", "pcie")
-"""Transports whose kernels are used, in this order."""
 _TIMEOUT_S = "300"
 
 
@@ -54,7 +49,7 @@ def whole_heads(comm: UlyssesCommunicator, direct: bool) -> None:
     x = every[comm.rank].to(comm.device)
     y = comm.allocate_output(x, "scatter_heads") if direct else torch.empty_like(scattered, device=comm.device)
     # With one memory again and again a call becomes a graph, where a transport makes some.
-    for _ in range(3):
+    for _ in range(3 if comm.backend == "pcie" else 1):
         comm.scatter_heads(x, out=y)
         reference.assert_same_bits(y.cpu(), scattered)
     z = comm.allocate_output(y, "gather_heads") if direct else torch.empty_like(x)
@@ -92,17 +87,39 @@ def small_gather(comm: UlyssesCommunicator) -> None:
     assert torch.equal(out.cpu(), expected), out
 
 
-def run_rank(rank: int, ranks: int, backends: Sequence[str], store: Any) -> None:
-    """Run everything once, over the SMs and over the copy engines, staged and registered."""
+_BACKENDS: dict[str, tuple[tuple[str, dict[str, Any], str], ...]] = {
+    "windows": (("windows", {}, ""), ("windows-ce", {}, "")),
+    # By the SMs, by both, and by the copy engines alone.
+    "nvlink": (("nvlink", {}, ""), ("nvlink", {}, "0"), ("nvlink", {"max_sms": 0}, "")),
+    # Outputs are registered, and there are no head chunks.
+    "pcie": (("pcie", {}, ""),),
+}
+"""Name of a case -> backend, arguments, and bytes from which on NVLink uses the copy engines."""
+
+
+def register(name: str) -> None:
+    """Register the plugin of a source tree that is not installed."""
+    from importlib.metadata import entry_points
+
+    if not entry_points(group="comm_core.v1", name=name):
+        plugins.register("sanitizer case", importlib.import_module(f"comm_{name}.plugin").plugin)
+
+
+def run_rank(rank: int, ranks: int, store: Any, case: str) -> None:
+    """Run everything once, by each of the case's routes."""
+    if case != "windows":
+        register(case)
+    # Transports may say that they are experimental.
+    warnings.simplefilter("ignore", UserWarning)
     device = device_of(rank)
     timeout = timedelta(seconds=float(_TIMEOUT_S))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timeout)
-    # It says that it is experimental.
-    warnings.simplefilter("ignore", UserWarning)
-    for backend in backends:
-        with UlyssesCommunicator(max_bytes=1 << 16, dtype=torch.bfloat16, backend=backend, device=device) as comm:
+    arguments: dict[str, Any] = {"max_bytes": 1 << 16, "dtype": torch.bfloat16, "device": device}
+    for backend, more, engine_bytes in _BACKENDS[case]:
+        os.environ["COMM_NVLINK_ENGINE_BYTES"] = engine_bytes
+        with UlyssesCommunicator(backend=backend, **arguments, **more) as comm:
             whole_heads(comm, direct=True)
-            if backend != "pcie":  # which has registered outputs alone
+            if backend != "pcie":
                 whole_heads(comm, direct=False)
                 head_chunk(comm)
             small_gather(comm)
@@ -124,8 +141,8 @@ def main() -> None:
     """Be a rank."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plant", action="store_true")
-    parser.add_argument("--ranks", type=int, default=2, choices=(2, 4, 8), metavar="N")
-    parser.add_argument("--backend", choices=BACKENDS)
+    parser.add_argument("--backend", choices=sorted(_BACKENDS), default="windows")
+    parser.add_argument("--ranks", type=int, default=2, choices=(2, 4, 8))
     parser.add_argument("--port", type=int, help="of rank 0's store: be another rank")
     parser.add_argument("--rank", type=int, default=0)
     options = parser.parse_args()
@@ -142,8 +159,7 @@ def main() -> None:
         if options.plant:
             plant(options.rank)
         else:
-            backends = BACKENDS if options.backend is None else (options.backend,)
-            run_rank(options.rank, options.ranks, backends, store)
+            run_rank(options.rank, options.ranks, store, options.backend)
         code = max((other.wait(float(_TIMEOUT_S)) for other in others), default=0)
     finally:
         for other in others:

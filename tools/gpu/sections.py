@@ -176,12 +176,16 @@ def sanitizer(context: Context, section: Section) -> None:
     context = context.on_one_gpu().changed(PYTORCH_NO_CUDA_MEMORY_CACHING="1")
     case = _module("gpu.sanitizer_case")
     # Alone first: the case itself must pass, and the compiler must not run under the sanitizer.
-    done = context.run("sanitizer case, alone", case, 90)
-    if done.code != 0 or done.text.count(": ok") != 2:
-        section.fail(f"the case does not pass by itself: {done.verdict}")
-        return
+    cases = {"windows": case} | {name: [*case, "--backend", name] for name in ("nvlink", "pcie")}
+    for name, command in cases.items():
+        done = context.run(f"sanitizer case, {name} alone", command, 90)
+        if done.code != 0 or done.text.count(": ok") != 2:
+            section.fail(f"the case of {name} does not pass by itself: {done.verdict}")
+            return
     tools = ["memcheck", "synccheck"] if context.quick else ["memcheck", "synccheck", "racecheck"]
-    runs = {tool: (tool, case) for tool in tools} | {"a planted error": ("memcheck", [*case, "--plant"])}
+    runs = {tool: (tool, case) for tool in tools}
+    runs |= {f"{name}, {tool}": (tool, cases[name]) for name in ("nvlink", "pcie") for tool in tools}
+    runs["a planted error"] = ("memcheck", [*case, "--plant"])
 
     port = _PORT.search(context.run("sanitizer, help", [program, "--help"], 20).text)
 
@@ -209,7 +213,7 @@ def sanitizer(context: Context, section: Section) -> None:
         elif done.code != 0 or errors != 0 or done.text.count(": ok") != 2:
             section.fail(f"{name}: {errors} errors, {done.verdict}")
     note = (
-        "Two ranks, windows and windows-ce: direct and staged outputs, head chunks, a small gather, a barrier; pcie."
+        "Two ranks, each transport by each route: direct and staged outputs, head chunks, a small gather, a barrier."
     )
     section.tables.append(Table("compute-sanitizer", ["run", "errors", "seconds"], rows, note))
 

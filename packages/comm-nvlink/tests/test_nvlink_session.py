@@ -777,7 +777,7 @@ def pooled(group: Group, modules: Modules, fake: FakePools, chosen: Settings) ->
         outs: list[tuple[int, torch.Tensor]] = []
         with made.memory_pool():
             # Every rank's tensors lie elsewhere.
-            fake.take(made, 512 * (1 + rank))
+            first = fake.take(made, 512 * (1 + rank))
             outs = [(place, tensor_at(place, plan.target_bytes)) for place in
                     (fake.take(made, plan.target_bytes) for _ in range(3))]  # fmt: skip
         for round_ in range(6):
@@ -794,10 +794,12 @@ def pooled(group: Group, modules: Modules, fake: FakePools, chosen: Settings) ->
         # An error of another kind of memory stays what it is.
         with pytest.raises(torch.OutOfMemoryError, match="of something else"), made.memory_pool():
             raise torch.OutOfMemoryError("of something else")
-        for place, _ in outs:
+        for place in (first, *(place for place, _ in outs)):
             made._pool._pool.free(place, 0, 0, None)
         with made.memory_pool():
-            assert fake.take(made, 60000) in range(made.arena.address, made.arena.address + 8192)
+            # It is one piece again.
+            assert fake.take(made, 1 << 16) == made.arena.address
+        made._pool._pool.free(made.arena.address, 0, 0, None)
     return str(caught.value)
 
 
@@ -844,13 +846,13 @@ def test_blocks_keep_to_what_was_agreed(size: int, max_sms: int | None) -> None:
     """A whole number of blocks for each peer, no more than allowed, and on a GPU that is shared all at once."""
     own = transport.settings_of(request_of(max_sms=max_sms), facts([f"GPU-{rank}" for rank in range(size)]))
     shared = transport.settings_of(request_of(max_sms=max_sms), facts(["GPU-0"] * size))
-    for chosen, most in ((own, 128), (shared, 96 // size)):
+    for chosen, most in ((own, 128), (shared, 56 // size)):
         assert chosen.ranks == size and chosen.blocks % (size - 1) == 0
         assert (chosen.blocks == 0) == (max_sms == 0)
         assert chosen.blocks <= max(most if max_sms is None else min(most, max_sms), size - 1)
         assert chosen.to_json()["blocks"] == chosen.blocks
-    # All ranks' blocks beside each other: at most two of 512 threads on an SM, of which an A100 has 108.
-    assert shared.blocks * size <= 2 * 108
+    # What `test_nvlink_modules.py` counts on.
+    assert shared.blocks * size <= 56
 
 
 def test_the_variable_is_read_once_and_agreed_on(monkeypatch: pytest.MonkeyPatch) -> None:

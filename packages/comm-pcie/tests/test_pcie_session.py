@@ -611,6 +611,38 @@ def test_a_rank_that_does_not_come_is_named_by_all(monkeypatch: pytest.MonkeyPat
     assert in_process._alive == {}
 
 
+def replays(group: Group) -> Any:
+    """After a stall go on as a graph does, which asks nobody."""
+    comm = communicator(group, dtype=torch.float32)
+    x = torch.ones(1, 4, group.size, 8)
+    out = comm.allocate_output(x, "scatter_heads")
+    for _ in range(3):
+        comm.scatter_heads(x, out=out)
+    if group.rank != 1:
+        plan = next(plan for plan in opened(comm)._prepared if plan.operation == "scatter_heads")
+        window = next(iter(opened(comm)._registered.values()))
+        started = time.monotonic()
+        for round_ in range(8):
+            time.sleep(0.01 * (round_ % 3) * group.rank)
+            opened(comm)._launch(plan, x, window, 4)
+        seconds = time.monotonic() - started
+        result = bool(out.isnan().all()), seconds
+    else:
+        time.sleep(2)
+        result = None
+    del out
+    comm.close(timeout=10)
+    return result
+
+
+def test_outputs_stay_spoilt_while_a_graph_is_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """F17: nobody stops a replay's copies, so each waits for the others' before it spoils; for the lost rank once."""
+    monkeypatch.setenv("COMM_TIMEOUT_S", "0.6")
+    outcomes = run_threads(4, replays, timeout_s=60, group_timeout_s=0.6)
+    for rank, outcome in enumerate(outcomes):
+        assert rank == 1 or (outcome[0] and outcome[1] < 4), outcomes
+
+
 # Failures on one rank at every stage
 
 

@@ -33,8 +33,8 @@ ULYSSES = ModuleSpec(
         # state, places, number, wait, offset; window, captured
         "comm_nvlink_meet_args_v1": "II2P3Q2I0Q",
         # stream, state, table, copies, places, sources, landing, output, offset, target bytes;
-        # window, operation, blocks, staging window, chunks, record bytes
-        "comm_nvlink_exchange_args_v1": f"II5P{MAX_SOURCES}Q4Q6I0Q",
+        # window, operation, senders, copiers, staging window, chunks, record bytes, unused
+        "comm_nvlink_exchange_args_v1": f"II5P{MAX_SOURCES}Q4Q8I0Q",
     },
     entry_points={
         "comm_nvlink_open_v1": "comm_nvlink_open_args_v1",

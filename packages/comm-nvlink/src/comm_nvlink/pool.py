@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from comm_core.jit.spec import ModuleSpec
 
 if TYPE_CHECKING:
+    import torch
+
     from comm_core.jit import Module
 
 __all__ = ["POOL", "MemoryPool"]
@@ -44,6 +44,8 @@ def _torch_allocator(allocate: int, release: int) -> Any:
     One for all pools, and kept: torch's allocator has its bare address wherever a tensor of a pool is left, which may
     be freed after the pool and the session are gone.
     """
+    import torch
+
     return torch._C._cuda_customAllocator(allocate, release)  # pyright: ignore
 
 
@@ -89,6 +91,8 @@ class MemoryPool:
     """torch's pool over an arena. Its memory belongs to the session and lasts until the session's end."""
 
     def __init__(self, module: Module, base: int, nbytes: int) -> None:
+        import torch
+
         self.arena = Arena(module, base, nbytes)
         try:
             self._pool: Any = torch.cuda.MemPool(_torch_allocator(*self.arena.functions))
@@ -103,6 +107,8 @@ class MemoryPool:
         Raises:
             torch.OutOfMemoryError: the arena is exhausted; the text says which argument to raise.
         """
+        import torch
+
         self.arena.look()
         try:
             with self.arena.entered(), torch.cuda.use_mem_pool(self._pool, device):

@@ -34,7 +34,8 @@ class Settings:
 
     Attributes:
         ranks: of the group.
-        blocks: of the exchange kernel, for all peers together; 0 where no SM may be used during a transfer.
+        senders: blocks that serve the peers, a multiple of their number; 0 where no SM may be used during a transfer.
+        copiers: blocks that copy a rank's own share.
         engine_bytes: remote bytes from which on the copy engines are used.
         head_bytes: remote bytes of an exchange that the SMs store while the copy engines start.
         measured: whether the session measures `widths` when it is opened.
@@ -44,7 +45,8 @@ class Settings:
     """
 
     ranks: int
-    blocks: int
+    senders: int
+    copiers: int
     engine_bytes: int = 20 * _MIB
     head_bytes: int = 4 * _MIB
     measured: bool = False
@@ -63,7 +65,8 @@ class Settings:
     def to_json(self) -> JsonObject:
         """Return the numbers, for a decision's plan."""
         return {
-            "blocks": self.blocks,
+            "senders": self.senders,
+            "copiers": self.copiers,
             "engine_bytes": self.engine_bytes,
             "head_bytes": self.head_bytes,
             "measured": self.measured,
@@ -75,13 +78,15 @@ class Route:
     """How one exchange is divided. Equal on all ranks.
 
     Attributes:
-        blocks: of the exchange kernel; 0 for none.
+        senders: blocks that serve the peers; 0 for none.
+        copiers: blocks that copy the rank's own share; 0 where the copy engines do.
         head: edges of the slices of a peer's head, from 0 on: slice s is the bytes ``[head[s], head[s + 1])`` of what
             goes to that peer, counted in the order of its copies.
         rest: edges of the chunks of the rest, from the end of the head on; empty where the SMs store everything.
     """
 
-    blocks: int
+    senders: int
+    copiers: int
     head: tuple[int, ...]
     rest: tuple[int, ...]
 
@@ -143,12 +148,13 @@ def route(plan: Plan, settings: Settings) -> Route:
     copies = canonical(plan)
     each = sum(copy.nbytes for copy in copies)
     peers = settings.ranks - 1
-    slices = settings.blocks // peers
+    slices = settings.senders // peers
     if slices == 0:
-        return Route(0, (0,), (0, each))
+        return Route(0, 0, (0,), (0, each))
     remote = each * peers
+    blocks = (slices * peers, settings.copiers)
     if remote < settings.engine_bytes:
-        return Route(slices * peers, evenly(copies, 0, each, slices), ())
+        return Route(*blocks, evenly(copies, 0, each, slices), ())
     head = align(copies, min(settings.head_bytes, remote // 4) // peers)
     shares = next(shares for least, shares in reversed(settings.chunks) if remote >= least)
-    return Route(slices * peers, evenly(copies, 0, head, slices), edges(copies, head, each, shares))
+    return Route(*blocks, evenly(copies, 0, head, slices), edges(copies, head, each, shares))

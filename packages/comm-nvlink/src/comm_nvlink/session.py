@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from comm_core import _cuda
-from comm_core.errors import ArgumentValueError, PeerStalledError, UnsupportedError
+from comm_core.errors import ArgumentValueError, PeerStalledError, TransportError, UnsupportedError
 from comm_core.transport.dist import SMALL_BYTES, check_small
 from comm_core.transport.interface import Properties, Staging
 from comm_core.transport.plan import Plan
@@ -51,7 +51,7 @@ class _Prepared:
 
     Attributes:
         chunks: of the rest; 0 where the SMs do everything.
-        blocks: of the exchange kernel.
+        senders: blocks of the exchange kernel that serve peers; 0 where there is none.
         table: its table on the device.
         copies: the copy engines' table on the host, or None.
         before: the first fields of a call's arguments, which never change, for SMs alone.
@@ -59,7 +59,7 @@ class _Prepared:
         after: the last fields.
     """
 
-    __slots__ = ("after", "before", "before_engines", "blocks", "chunks", "copies", "operation", "table")
+    __slots__ = ("after", "before", "before_engines", "chunks", "copies", "operation", "senders", "table")
 
     def __init__(
         self,
@@ -73,12 +73,12 @@ class _Prepared:
     ) -> None:
         self.table = torch.frombuffer(bytearray(table.data), dtype=torch.uint8).to(device)
         self.copies = None if copies is None else ctypes.create_string_buffer(copies, len(copies))
-        self.blocks, self.chunks = way.blocks, way.chunks
+        self.senders, self.chunks = way.senders, way.chunks
         self.operation = int(Operation.of(plan.operation))
         address = self.table.data_ptr()
         self.before = (state, address, 0, 0)
         self.before_engines = (state, address, 0 if self.copies is None else ctypes.addressof(self.copies), places)
-        self.after = (self.operation, way.blocks, _STAGING, way.chunks, table.record_bytes)
+        self.after = (self.operation, way.senders, way.copiers, _STAGING, way.chunks, table.record_bytes, 0)
 
 
 class NvlinkSession(WindowSession):
@@ -137,12 +137,11 @@ class NvlinkSession(WindowSession):
             form=form,
             staging_bytes=staging_bytes,
             timeout_s=timeout_s,
-            blocks_per_peer=max(1, settings.blocks // (settings.ranks * 2)),
+            blocks_per_peer=1,
             poison=poison,
         )
         if settings.measured and self._boards is not None:
-            _, everyone = stages.step_shared("measure copies", self._measure, list)
-            chosen = widths.choose(cast("list[widths.Times]", everyone))
+            chosen = self._choose_widths(stages)
             self._settings = replace(settings, widths=chosen)
             _log.info("rows that the copy engines get in pieces: %s", widths.as_text(chosen))
 
@@ -158,7 +157,7 @@ class NvlinkSession(WindowSession):
         boards = share_boards(stages)
         if isinstance(boards, Boards):
             self._boards = boards
-        elif self._settings.blocks == 0:
+        elif self._settings.senders == 0:
             raise UnsupportedError(
                 f"max_sms=0 needs the copy engines, whose destinations the ranks' hosts tell each other: {boards}"
             )
@@ -203,24 +202,35 @@ class NvlinkSession(WindowSession):
         ctypes.memmove(self._host_windows, packed, len(packed))
         self._state.session = self._session
 
-    def _measure(self) -> list[list[float]]:
+    def _choose_widths(self, stages: Transaction) -> dict[tuple[str, int], int]:
+        """Find out which rows the copy engines are slow at, and in how many pieces they are faster. Collective."""
+        _, first = stages.step_shared("measure copies", lambda: self._measure(widths.keys(), (1,)), dict)
+        everyone = cast("list[widths.Times]", first)
+        candidates = widths.slow(everyone)
+        if not candidates:
+            return {}
+        pieces = stages.step_shared("measure pieces", lambda: self._measure(candidates, widths.PIECES), dict)[1]
+        parts = cast("list[widths.Times]", pieces)
+        return widths.choose([{**a, **b} for a, b in zip(everyone, parts, strict=True)], candidates)
+
+    def _measure(self, wanted: Sequence[tuple[str, int]], pieces: Sequence[int]) -> dict[str, float]:
         """Time pitched copies into the next rank's staging window, at the same time as all the others."""
         window = self.windows[_STAGING]
         target = window.peer_pointers[(self._group.rank + 1) % self._group.size]
         source = torch.empty(0, dtype=torch.uint8, device=self._device)
 
-        def time_copy(target_pitch: int, source_pitch: int, width: int, rows: int, pieces: int, room: int) -> float:
+        def time_copy(target_pitch: int, source_pitch: int, width: int, rows: int, count: int, room: int) -> float:
             nonlocal source
             if source.numel() < room:
                 source = torch.zeros(room, dtype=torch.uint8, device=self._device)
             self.barrier()
             return widths.milliseconds(
                 self._nvlink.time_copy, self._stream(), target, source.data_ptr(), target_pitch, source_pitch, width,
-                rows, pieces,
+                rows, count,
             )  # fmt: skip
 
         with _cuda.device_guard(self._device):
-            found = widths.measure(time_copy, window.nbytes)
+            found = widths.measure(time_copy, window.nbytes, wanted, pieces)
             # Nobody may write a peer's staging once that peer makes calls.
             self.barrier()
             _cuda.synchronize(self._device)
@@ -229,13 +239,21 @@ class NvlinkSession(WindowSession):
 
     def _self_test(self) -> None:
         """Exchange patterns that differ for every pair: by the SMs alone, and by the copy engines and the SMs."""
-        super()._self_test()
-        if self._boards is None:
-            return
-        size, rank = self._group.size, self._group.rank
-        plan = replace(gather.small_plan(gather.TEST_BYTES, rank, size), operation="self_test")
-        self._prepare(plan, replace(self._settings, engine_bytes=0))
-        gather.self_test(_EngineTest(self, plan), self._device, rank, size)
+        problem: TransportError | None = None
+        try:
+            super()._self_test()
+        except PeerStalledError:
+            raise
+        except TransportError as error:
+            # A rank that left now would let the others wait for it until their deadline, and hide why.
+            problem = error
+        if self._boards is not None:
+            size, rank = self._group.size, self._group.rank
+            plan = replace(gather.small_plan(gather.TEST_BYTES, rank, size), operation="self_test")
+            self._prepare(plan, replace(self._settings, engine_bytes=0))
+            gather.self_test(_EngineTest(self, plan), self._device, rank, size)
+        if problem is not None:
+            raise problem
 
     # Calls
 
@@ -269,7 +287,7 @@ class NvlinkSession(WindowSession):
             self._meet(plan, window.number, offset)
             before = prepared.before_engines
         # Without SMs the data is left in staging by the copy engines, and copied out once it is all there.
-        later = found is None and prepared.blocks == 0
+        later = found is None and prepared.senders == 0
         self._exchange(
             self._stream(),
             *before,
@@ -308,7 +326,7 @@ class NvlinkSession(WindowSession):
         capturing = _cuda.is_capturing()
         wait_ns = _MEET_CAPTURED_NS if capturing else _MEET_NS
         limit_ns = int(self._timeout_s * 1e9)
-        if self._settings.blocks == 0:
+        if self._settings.senders == 0:
             wait_ns = limit_ns
         self._nvlink.meet(
             self._state_address,
@@ -319,7 +337,7 @@ class NvlinkSession(WindowSession):
             window,
             capturing,
         )
-        if self._settings.blocks == 0:
+        if self._settings.senders == 0:
             missing = [rank for rank in range(self._group.size) if not self._places.known >> rank & 1]
             missing.remove(self._group.rank)
             if missing:

@@ -5,6 +5,7 @@ Twins: ``include/comm_nvlink/ulysses.cuh`` (Table) and ``csrc/ulysses.cu`` (comm
 
 from __future__ import annotations
 
+import itertools
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -128,21 +129,22 @@ def compile_table(plan: Plan, route: Route) -> Table:
     known = _of_peer(plan.receives, plan.rank)
     total = sum(copy.nbytes for copy in known)
     records: list[tuple[tuple[Entry, ...], ...]] = []
-    if route.blocks:
-        own = evenly(known, 0, total, route.blocks)
+    if route.senders:
         begin, end = (route.rest[0], route.rest[-1]) if route.rest else (total, total)
         rests = evenly(known, begin, end, route.slices)
         chunks = [
             evenly(known, begin, end, route.slices) for begin, end in zip(route.rest, route.rest[1:], strict=False)
         ]
-        for block in range(route.blocks):
+        for block in range(route.senders):
             peer, part = (plan.rank + 1 + block % peers) % plan.world_size, block // peers
-            cuts = [(sends[plan.rank], own, block), (sends[peer], route.head, part), (sends[peer], rests, part)]
-            cuts += [(receives[peer], edges, part) for edges in (route.head, *chunks)]
-            records.append(tuple(_list(cut_all(copies, edges[i], edges[i + 1])) for copies, edges, i in cuts))
+            cuts = [(sends[peer], route.head), (sends[peer], rests)]
+            cuts += [(receives[peer], edges) for edges in (route.head, *chunks)]
+            records.append(((), *(_list(cut_all(copies, edges[part], edges[part + 1])) for copies, edges in cuts)))
+        own = evenly(known, 0, total, route.copiers)
+        records += [(_list(cut_all(sends[plan.rank], begin, end)),) for begin, end in itertools.pairwise(own)]
     packed = [_record(lists) for lists in records]
     size = -(-max(map(len, packed), default=0) // _ENTRY_UNIT) * _ENTRY_UNIT
-    header = _HEADER.pack(plan.target_bytes, route.blocks, route.slices, route.chunks, size)
+    header = _HEADER.pack(plan.target_bytes, route.senders, route.copiers, route.chunks, size)
     return Table(header + b"".join(data.ljust(size, b"\0") for data in packed), size, tuple(records))
 
 
@@ -209,7 +211,7 @@ def compile_copies(plan: Plan, route: Route, widths: Widths) -> bytes | None:
     """
     if not route.rest:
         return None
-    only = route.blocks == 0
+    only = route.senders == 0
     ranges = [*zip(route.rest, route.rest[1:], strict=False), (route.rest[0], route.rest[-1])]
     sends = [_of_peer(plan.sends, peer) for peer in range(plan.world_size)]
     own = sends[plan.rank]

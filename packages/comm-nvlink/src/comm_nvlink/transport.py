@@ -33,8 +33,10 @@ _BLOCKS = 128
 """Blocks of an exchange on a GPU of its own. Each has an SM to itself: 132 on an H100 or H200, 148 on a B200, 108 on
 an A100, where the last ones start when the first have left (they are started in order, and each waits only for the
 same block of a peer)."""
-_SHARED_BLOCKS = 96
-"""Blocks of all ranks' kernels that share one GPU: they wait for each other, so all must be on it at once."""
+_SHARED_BLOCKS = 56
+"""Blocks of all ranks' kernels that share one GPU: they wait for each other, so all must be on it at once. A block has
+an SM to itself, and from compute capability 9.0 on the blocks of each rank's next call may be there already, waiting
+for the current one: twice as many. An H100 of the PCIe form has 114 SMs, the fewest of those; an A100 has 108."""
 
 
 def _engine_bytes() -> int | None:
@@ -51,13 +53,14 @@ def settings_of(request: Request, facts: Sequence[RankFacts]) -> Settings:
     devices = [record.device.uuid for record in facts]
     sharing = max(devices.count(device) for device in devices)
     peers = len(facts) - 1
-    wanted = cast("int | None", request.options.get("max_sms"))
     blocks = _BLOCKS if sharing == 1 else _SHARED_BLOCKS // sharing
+    wanted = cast("int | None", request.options.get("max_sms"))
     if wanted is not None:
         blocks = min(blocks, wanted)
-    slices = 0 if wanted == 0 else min(MAX_SLICES, max(1, blocks // peers))
+    copiers = max(1, blocks // 4) if blocks else 0
+    slices = min(MAX_SLICES, (blocks - copiers) // peers)
     # Ranks that share a GPU have no link to measure.
-    settings = Settings(len(facts), slices * peers, measured=sharing == 1)
+    settings = Settings(len(facts), slices * peers, copiers, measured=sharing == 1)
     own = facts[0].plugins.get(NvlinkTransport.name, {}).get("engine_bytes")
     return settings if own is None else settings.changed({"engine_bytes": own})
 
@@ -86,6 +89,13 @@ class NvlinkTransport(Transport):
         verdict = predicates.assess_nvlink(facts, allow_shared_gpu=request.allow_shared_gpu)
         if not verdict.eligible:
             return verdict
+        wanted = cast("int | None", request.options.get("max_sms"))
+        if wanted is not None and 0 < wanted < request.world_size:
+            return Verdict(
+                False,
+                f"max_sms={wanted}: an exchange of {request.world_size} ranks needs {request.world_size} SMs, one for "
+                "each peer and one for a rank's own share; or 0, for the copy engines alone",
+            )
         own = [record.plugins.get(self.name, {}) for record in facts]
         failed = {rank: item["error"] for rank, item in enumerate(own) if item.get("error")}
         if failed:
@@ -120,7 +130,7 @@ class NvlinkTransport(Transport):
             module,
             pool,
             device,
-            settings=Settings(request.world_size, cast("int", agreed["blocks"])).changed(agreed),
+            settings=Settings(request.world_size, 0, 0).changed(agreed),
             form=request.environment.get("COMM_PEER_MEMORY", AUTO),
             staging_bytes=request.max_bytes,
             pool_bytes=pool_bytes,

@@ -107,10 +107,12 @@ struct comm_nvlink_exchange_args_v1 {
   uint64_t target_bytes;  // as in the table, like the next two
   uint32_t window;
   uint32_t operation;
-  uint32_t blocks;  // 0: no SM is used while the copy engines work
+  uint32_t senders;  // 0: no SM is used while the copy engines work
+  uint32_t copiers;
   uint32_t staging_window;
   uint32_t chunks;
   uint32_t record_bytes;
+  uint32_t unused;
 };
 
 namespace {
@@ -162,12 +164,12 @@ int enqueue_flags(const comm_nvlink_state_v1* state, uint32_t peer, uint32_t chu
 // Launch the exchange kernel. Its start may overlap the end of the kernel before it, of whatever
 // library: what it does before it waits for that one to be through touches nothing that could
 // change.
-int launch_exchange(const ExchangeParams& params, uint32_t blocks, cudaStream_t stream) {
+int launch_exchange(const ExchangeParams& params, uint32_t copiers, cudaStream_t stream) {
   cudaLaunchAttribute overlap = {};
   overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   overlap.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(blocks);
+  config.gridDim = dim3(params.senders + copiers);
   config.blockDim = dim3(comm::nvlink::kThreads);
   config.stream = stream;
   config.attrs = &overlap;
@@ -208,8 +210,8 @@ int exchange_by_engines(const comm_nvlink_exchange_args_v1* args, const Exchange
   COMM_CUDA(cudaStreamWaitEvent(state->side, state->fork, 0));
   comm::nvlink::open_kernel<<<1, 32, 0, args->stream>>>(params);
   COMM_LAUNCHED(open_kernel);
-  if (args->blocks != 0) {
-    int status = launch_exchange(params, args->blocks, state->side);
+  if (args->senders != 0) {
+    int status = launch_exchange(params, args->copiers, state->side);
     if (status != COMM_OK) return status;
   } else {
     uint32_t own = (args->copies->chunks + 1) * params.session.world_size;
@@ -220,7 +222,7 @@ int exchange_by_engines(const comm_nvlink_exchange_args_v1* args, const Exchange
   if (status != COMM_OK) return status;
   COMM_CUDA(cudaEventRecord(state->join, state->side));
   COMM_CUDA(cudaStreamWaitEvent(args->stream, state->join, 0));
-  if (args->blocks == 0) {
+  if (args->senders == 0) {
     comm::nvlink::close_kernel<<<1, 32, 0, args->stream>>>(params);
     COMM_LAUNCHED(close_kernel);
   }
@@ -310,10 +312,12 @@ COMM_EXPORT int comm_nvlink_exchange_v1(const comm_nvlink_exchange_args_v1* args
   COMM_REQUIRE(session.world_size >= 2 && session.world_size <= kMaxPeers &&
                    session.rank < session.world_size,
                "rank %u of %u: 2 to %u ranks", session.rank, session.world_size, kMaxPeers);
-  COMM_REQUIRE(args->blocks % (session.world_size - 1) == 0 &&
-                   args->blocks / (session.world_size - 1) <= comm::nvlink::kMaxSlices,
-               "%u blocks: a multiple of %u, at most %u for each", args->blocks,
+  COMM_REQUIRE(args->senders % (session.world_size - 1) == 0 &&
+                   args->senders / (session.world_size - 1) <= comm::nvlink::kMaxSlices,
+               "%u blocks for the peers: a multiple of %u, at most %u for each", args->senders,
                session.world_size - 1, comm::nvlink::kMaxSlices);
+  COMM_REQUIRE((args->senders == 0) == (args->copiers == 0), "%u blocks for the peers and %u more",
+               args->senders, args->copiers);
   ExchangeParams params = {};
   params.session = session;
   params.table = args->table;
@@ -327,6 +331,7 @@ COMM_EXPORT int comm_nvlink_exchange_v1(const comm_nvlink_exchange_args_v1* args
   params.window = args->window;
   params.operation = args->operation;
   params.target_bytes = args->target_bytes;
+  params.senders = args->senders;
   params.chunks = args->chunks;
   params.record_bytes = args->record_bytes;
   params.by_engines = engine_peers(args, session.rank);
@@ -337,9 +342,9 @@ COMM_EXPORT int comm_nvlink_exchange_v1(const comm_nvlink_exchange_args_v1* args
     }
     return exchange_by_engines(args, params);
   }
-  COMM_REQUIRE(args->blocks != 0, "no blocks, and nothing that the copy engines could do");
+  COMM_REQUIRE(args->senders != 0, "no blocks, and nothing that the copy engines could do");
   params.announces = 1;
-  return launch_exchange(params, args->blocks, args->stream);
+  return launch_exchange(params, args->copiers, args->stream);
 }
 
 COMM_MODULE_BEGIN

@@ -207,6 +207,8 @@ static_assert(offsetof(Announcement, epoch) == 0 && offsetof(Announcement, windo
                   offsetof(Announcement, offset) == 8,
               "one word of 16 bytes");
 
+// Announce. On a device nothing has to be ordered before it but what earlier kernels of the stream
+// did with the memory, and those have ended: so no release, which would wait for the link first.
 COMM_HD void store_announcement(Announcement* place, uint32_t epoch, uint32_t window,
                                 uint64_t offset) {
 #if defined(__CUDA_ARCH__)
@@ -214,7 +216,7 @@ COMM_HD void store_announcement(Announcement* place, uint32_t epoch, uint32_t wi
       "{\n\t.reg .b64 low;\n\t.reg .b128 all;\n\t"
       "mov.b64 low, {%1, %2};\n\t"
       "mov.b128 all, {low, %3};\n\t"
-      "st.release.sys.global.b128 [%0], all;\n\t}" ::"l"(place),
+      "st.relaxed.sys.global.b128 [%0], all;\n\t}" ::"l"(place),
       "r"(epoch), "r"(window), "l"(offset)
       : "memory");
 #else

@@ -11,10 +11,12 @@
 // A receiver waits for a flag of every slice and of every chunk. It neither knows nor cares who
 // moved the bytes, so every sender chooses for itself.
 //
-// Block b serves one peer: it sends its slice to the peer, copies its slice of this rank's own
-// share, then waits for the same slice *from* that peer, and for the peer's chunks; where the
-// destination is staged, it copies each from staging to the output as soon as it is there. No block waits for more than one peer (comm_core/barrier.cuh, invariant 5 of
-// the exchange).
+// The first blocks serve one peer each: a block sends its slice to the peer, then waits for the same
+// slice *from* that peer, and for the peer's chunks; where the destination is staged, it copies each
+// from staging to the output as soon as it is there. No block waits for more than one peer
+// (comm_core/barrier.cuh, invariant 5 of the exchange). The other blocks copy this rank's own share.
+// They are apart because stores to a peer that wait for the link hold up every other store of their
+// SM: shared, the SMs would take the time for both, one after the other.
 //
 // Flags of slices and chunks hold the number of the operation and are compared for equality. That
 // is exact: a sender writes the flag of a later operation only after this rank has announced that
@@ -60,8 +62,8 @@ static_assert(sizeof(Flags) == (8 * 160 + 8 + 8 + 1) * 128, "mirrored by comm_nv
 // Written by comm_nvlink.table.
 struct Table {
   uint64_t target_bytes;
-  uint32_t blocks;
-  uint32_t slices;        // blocks that serve one peer: blocks / (ranks - 1)
+  uint32_t senders;       // blocks that serve peers
+  uint32_t copiers;       // blocks that copy this rank's own share, after them
   uint32_t chunks;
   uint32_t record_bytes;  // of every block's record, a multiple of 16
                           // followed by the records
@@ -80,11 +82,8 @@ struct Record {
 
 static_assert(sizeof(Record) == 48, "mirrored by comm_nvlink.table");
 
-// Where block `block`'s record begins: 8 bytes behind the header, at a multiple of 16.
-COMM_HD const Record* record_of(const Table* table, uint32_t block) {
-  return reinterpret_cast<const Record*>(reinterpret_cast<const char*>(table) + sizeof(Table) + 8 +
-                                         uint64_t(block) * table->record_bytes);
-}
+// Where the records begin behind the table's start: at a multiple of 16.
+constexpr uint32_t kRecordsAt = 32;
 
 COMM_HD const PlanEntry* entries_of(const Record* record) {
   return reinterpret_cast<const PlanEntry*>(record + 1);
@@ -101,6 +100,7 @@ struct ExchangeParams {
   uint32_t window;
   uint32_t operation;
   uint64_t target_bytes;  // and what follows: as in the table, which would have to be fetched first
+  uint32_t senders;
   uint32_t chunks;
   uint32_t record_bytes;
   uint32_t announces;   // whether the exchange kernel announces, or `open_kernel` beside it
@@ -169,8 +169,10 @@ COMM_HD bool open_engine_peer(const ExchangeParams& p, const Call& call, uint32_
 
 #if defined(__CUDACC__)
 
-// Vectors that a thread has under way. One alone would leave memory and link idle most of the time.
-constexpr uint32_t kInFlight = 4;
+// Vectors that a thread has under way, by the levels of the entry. One alone would leave memory and
+// link idle most of the time; with many levels there are no registers for more.
+template <int kLevels>
+constexpr uint32_t kInFlight = kLevels == 1 ? 3 : 2;
 
 // Vectors are numbered through all rows of an entry and dealt out to the threads one by one, so that
 // a few short rows keep as many threads busy as one long row. From one of its vectors a thread
@@ -237,30 +239,31 @@ struct Walk {
 template <typename Vector, int kLevels>
 __device__ __forceinline__ bool copy_vectors(const PlanEntry& entry, char* target,
                                              const char* source, const uint32_t* abort) {
+  constexpr uint32_t kMany = kInFlight<kLevels>;
   constexpr uint32_t kRoundsPerCheck = 32;
   // Below 2^31, see comm_nvlink/table.py.
   const uint32_t total = entry.rows * (entry.row_bytes / uint32_t(sizeof(Vector)));
   if (threadIdx.x >= total) return true;
   uint32_t left = (total - threadIdx.x + kThreads - 1) / kThreads;
   Walk<Vector, kLevels> walk(entry, target, source, threadIdx.x, kThreads);
-  for (uint32_t round = 1; left >= kInFlight; left -= kInFlight, ++round) {
-    Vector held[kInFlight];
-    char* to[kInFlight];
+  for (uint32_t round = 1; left >= kMany; left -= kMany, ++round) {
+    Vector held[kMany];
+    char* to[kMany];
 #pragma unroll
-    for (uint32_t i = 0; i < kInFlight; ++i) {
+    for (uint32_t i = 0; i < kMany; ++i) {
       // A plain load: what is copied out of staging was written by a peer while this kernel ran.
       held[i] = *reinterpret_cast<const Vector*>(walk.from);
       to[i] = walk.to;
       walk.advance();
     }
 #pragma unroll
-    for (uint32_t i = 0; i < kInFlight; ++i) *reinterpret_cast<Vector*>(to[i]) = held[i];
+    for (uint32_t i = 0; i < kMany; ++i) *reinterpret_cast<Vector*>(to[i]) = held[i];
     if (round % kRoundsPerCheck == 0 && load_relaxed(abort) != 0) return false;
   }
-  Vector held[kInFlight - 1];
-  char* to[kInFlight - 1];
+  Vector held[kMany - 1];
+  char* to[kMany - 1];
 #pragma unroll
-  for (uint32_t i = 0; i < kInFlight - 1; ++i) {
+  for (uint32_t i = 0; i < kMany - 1; ++i) {
     if (i < left) {
       held[i] = *reinterpret_cast<const Vector*>(walk.from);
       to[i] = walk.to;
@@ -268,7 +271,7 @@ __device__ __forceinline__ bool copy_vectors(const PlanEntry& entry, char* targe
     }
   }
 #pragma unroll
-  for (uint32_t i = 0; i < kInFlight - 1; ++i) {
+  for (uint32_t i = 0; i < kMany - 1; ++i) {
     if (i < left) *reinterpret_cast<Vector*>(to[i]) = held[i];
   }
   return true;
@@ -305,48 +308,83 @@ __device__ __noinline__ bool copy_list(const Record* record, uint32_t list, char
   return true;
 }
 
-// The end of a kernel that settles the operation, in all threads of every block.
-__device__ __forceinline__ void settle(const ExchangeParams& p, const Call& call) {
+// The end of a kernel that settles the operation, in all threads of every block; `complete`: nothing
+// was left out in this block.
+__device__ __forceinline__ void settle(const ExchangeParams& p, const Call& call, bool complete) {
   __shared__ bool spoil;
-  __syncthreads();
+  complete = __syncthreads_and(complete);
   if (threadIdx.x == 0) {
-    bool broken = false;
-    spoil = leave(call, gridDim.x, &broken) && broken && p.session.poison;
+    // Whoever left something out has seen the abort word.
+    bool last = leave(call, gridDim.x);
+    spoil = last && p.session.poison && aborted(call);
   }
   __syncthreads();
   if (spoil) poison(p.output, p.target_bytes);
-}
-
-// Barriers among threads of one block that are not all of them; 0 is __syncthreads'.
-__device__ __forceinline__ void wait_barrier(uint32_t barrier, uint32_t threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
-}
-__device__ __forceinline__ void pass_barrier(uint32_t barrier, uint32_t threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
 // Bytes of a block's record that are brought to shared memory; one that is larger is read where it
 // is.
 constexpr uint32_t kRecordBytes = 4096;
 
-// Half of a block's threads send first and copy this rank's own share then, the other half the other
-// way round: so the link has work from the first to the last moment, and the own share is copied
-// meanwhile. Where the copy engines keep the link busy, all threads send first, while those start.
-__global__ void __launch_bounds__(kThreads, 1)
-    exchange_kernel(const __grid_constant__ ExchangeParams p) {
-  __shared__ alignas(16) char held[kRecordBytes];
+// The part of a block that serves `peer`. Whether everything was sent and has arrived.
+__device__ __forceinline__ bool serve(const ExchangeParams& p, const Call& call,
+                                      const Record* record, uint32_t peer, bool running) {
   __shared__ char* target;
   __shared__ bool arrived;
   const Session& session = p.session;
-  const Table* table = p.table;
-  const Record* record = record_of(table, blockIdx.x);
+  const uint32_t* abort = &own_block(call)->abort.value;
+  const uint32_t slices = p.senders / (session.world_size - 1);
+  const uint32_t slice = blockIdx.x / (session.world_size - 1);
+  Flags* own = p.flags[session.rank];
+  Flags* theirs = p.flags[peer];
+
+  if (threadIdx.x == 0)
+    target = running ? open_peer(session, call, peer, p.target_bytes) : nullptr;
+  running = __syncthreads_and(running);
+  running = running && target != nullptr;
+  running = running && copy_list(record, kHead, target, p.sources, abort);
+  running = __syncthreads_and(running);
+  if (running && threadIdx.x == 0)
+    store_release(&theirs->slice[session.rank][slice].value, call.epoch);
+
+  if (p.chunks != 0 && !((p.by_engines >> peer) & 1)) {
+    running = running && copy_list(record, kRest, target, p.sources, abort);
+    running = __syncthreads_and(running);
+    // A block that stopped has seen the abort word before it counted, so the last one sees it too.
+    if (threadIdx.x == 0 && last_part(&own->sent[peer].value, slices) && running &&
+        !aborted(call)) {
+      for (uint32_t chunk = 0; chunk < p.chunks; ++chunk)
+        store_release(&theirs->chunk[session.rank].value[chunk], call.epoch);
+    }
+  }
+
+  const bool staged = p.output != p.landing;
+  const char* landing[1] = {p.landing};
+  for (uint32_t part = 0; running && part <= p.chunks; ++part) {
+    if (threadIdx.x == 0) {
+      const uint32_t* flag =
+          part == 0 ? &own->slice[peer][slice].value : &own->chunk[peer].value[part - 1];
+      arrived = await_flag(call, flag, peer);
+    }
+    __syncthreads();
+    running = arrived;
+    if (running && staged) running = copy_list(record, kReceived + part, p.output, landing, abort);
+    running = __syncthreads_and(running);
+  }
+  return running;
+}
+
+__global__ void __launch_bounds__(kThreads, 1)
+    exchange_kernel(const __grid_constant__ ExchangeParams p) {
+  __shared__ alignas(16) char held[kRecordBytes];
+  const Session& session = p.session;
+  const char* place = reinterpret_cast<const char*>(p.table) + kRecordsAt +
+                      uint64_t(blockIdx.x) * p.record_bytes;
+  const Record* record = reinterpret_cast<const Record*>(place);
   // Tables never change, so this need not wait for what is before this kernel in the stream.
   if (p.record_bytes <= kRecordBytes) {
-    for (uint32_t at = threadIdx.x * 16; at < p.record_bytes; at += kThreads * 16) {
-      *reinterpret_cast<uint4*>(held + at) = *reinterpret_cast<const uint4*>(
-          reinterpret_cast<const char*>(p.table) + sizeof(Table) + 8 +
-          uint64_t(blockIdx.x) * p.record_bytes + at);
-    }
+    for (uint32_t at = threadIdx.x * 16; at < p.record_bytes; at += kThreads * 16)
+      *reinterpret_cast<uint4*>(held + at) = *reinterpret_cast<const uint4*>(place + at);
     record = reinterpret_cast<const Record*>(held);
   }
 #if __CUDA_ARCH__ >= 900
@@ -354,14 +392,6 @@ __global__ void __launch_bounds__(kThreads, 1)
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
   const Call call = start(session, p.operation);
-  const uint32_t* abort = &own_block(call)->abort.value;
-  const uint32_t peers = session.world_size - 1;
-  const uint32_t slice = blockIdx.x / peers;
-  const uint32_t peer = (session.rank + 1 + blockIdx.x % peers) % session.world_size;
-  const bool staged = p.output != p.landing;
-  Flags* own = p.flags[session.rank];
-  Flags* theirs = p.flags[peer];
-
   bool running = !aborted(call);
   if (p.announces && blockIdx.x == 0 && threadIdx.x < 32 && __all_sync(0xffffffffu, running)) {
     announce_to_all(call, p.window, p.window_offset);
@@ -369,49 +399,15 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   __syncthreads();  // the record is there
 
-  constexpr uint32_t kOpen = 1;  // barrier: the peer has announced
-  const bool own_first = p.chunks == 0 && threadIdx.x < kThreads / 2;
-  if (own_first) {
-    running = running && copy_list(record, kOwn, p.output, p.sources, abort);
-    wait_barrier(kOpen, kThreads);
+  if (blockIdx.x < p.senders) {
+    const uint32_t peer =
+        (session.rank + 1 + blockIdx.x % (session.world_size - 1)) % session.world_size;
+    running = serve(p, call, record, peer, running);
   } else {
-    if (threadIdx.x == kThreads - 32)
-      target = running ? open_peer(session, call, peer, p.target_bytes) : nullptr;
-    __syncwarp();
-    wait_barrier(kOpen, kThreads);
+    running = running &&
+              copy_list(record, kOwn, p.output, p.sources, &own_block(call)->abort.value);
   }
-  running = running && target != nullptr;
-  running = running && copy_list(record, kHead, target, p.sources, abort);
-  // One who has nothing more to do for the head goes on, and the last signals.
-  running = __syncthreads_and(running);
-  if (running && threadIdx.x == 0)
-    store_release(&theirs->slice[session.rank][slice].value, call.epoch);
-  if (!own_first) running = running && copy_list(record, kOwn, p.output, p.sources, abort);
-
-  if (p.chunks != 0 && !((p.by_engines >> peer) & 1)) {
-    running = running && copy_list(record, kRest, target, p.sources, abort);
-    running = __syncthreads_and(running);
-    // A block that stopped has seen the abort word before it counted, so the last one sees it too.
-    if (threadIdx.x == 0 && last_part(&own->sent[peer].value, table->slices) && running &&
-        !aborted(call)) {
-      for (uint32_t chunk = 0; chunk < p.chunks; ++chunk)
-        store_release(&theirs->chunk[session.rank].value[chunk], call.epoch);
-    }
-  }
-
-  const char* landing[1] = {p.landing};
-  running = __syncthreads_and(running);
-  for (uint32_t part = 0; running && part <= p.chunks; ++part) {
-    if (threadIdx.x == 0) {
-      arrived = await_flag(
-          call, part == 0 ? &own->slice[peer][slice].value : &own->chunk[peer].value[part - 1], peer);
-    }
-    __syncthreads();
-    running = arrived;
-    if (running && staged) running = copy_list(record, kReceived + part, p.output, landing, abort);
-    running = __syncthreads_and(running);
-  }
-  settle(p, call);
+  settle(p, call, running);
 }
 
 // Before the copies of the copy engines: one warp.
@@ -441,7 +437,7 @@ __global__ void __launch_bounds__(32) close_kernel(const __grid_constant__ Excha
     for (uint32_t chunk = 0; good && chunk < p.chunks; ++chunk)
       good = await_flag(call, &own->chunk[lane].value[chunk], lane);
   }
-  settle(p, call);
+  settle(p, call, good);
 }
 
 #endif

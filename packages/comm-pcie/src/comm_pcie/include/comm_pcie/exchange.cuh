@@ -57,8 +57,6 @@ constexpr uint64_t kDrainNs = 1000000000;
 // `done` after an abort takes nobody in: who gave up first told every rank before it made its
 // copies and said `done`, so a rank that has seen `done` of all knows of the abort.
 COMM_HD void drain(const comm::Session& session, const comm::Call& call) {
-  // Later operations, as of a graph that goes on being replayed, leave at once.
-  if (call.record->state != 0 && call.record->epoch != call.epoch) return;
   const comm::SignalBlock* own = comm::own_block(call);
   uint64_t grace = session.timeout_ns < kDrainNs ? session.timeout_ns : kDrainNs;
   uint64_t end = comm::now_ns() + grace;
@@ -71,8 +69,11 @@ COMM_HD void drain(const comm::Session& session, const comm::Call& call) {
 #endif
   for (; peer < last; ++peer) {
     if (peer >= session.world_size || peer == session.rank) continue;
-    while (!comm::reached(comm::load_acquire(&own->done[peer].value), call.epoch) &&
-           comm::now_ns() < end) {
+    const uint32_t* done = &own->done[peer].value;
+    // One that has missed the operation before as well is gone: a graph that goes on being replayed
+    // waits for it once.
+    if (!comm::reached(comm::load_acquire(done), call.epoch - 1)) continue;
+    while (!comm::reached(comm::load_acquire(done), call.epoch) && comm::now_ns() < end) {
       COMM_SPIN();
     }
   }

@@ -1,0 +1,50 @@
+"""The modules of comm-nvlink, compiled for every architecture."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import comm_nvlink
+from comm_core.testing import cubin
+from comm_core.testing.cuda_modules import CudaModulesContract
+from comm_nvlink import transport
+from comm_nvlink.launch import ULYSSES
+from comm_nvlink.pool import POOL
+from comm_nvlink.plugin import plugin
+
+PACKAGE = Path(comm_nvlink.__file__).parent
+
+
+class TestModules(CudaModulesContract):
+    """The exchange, and the memory pool, which is plain C++."""
+
+    package = comm_nvlink
+    modules = (ULYSSES, POOL)
+    describing = "from comm_nvlink.plugin import plugin; plugin.comm_modules()"
+
+    def test_the_plugin_lists_them(self) -> None:
+        assert tuple(plugin.comm_modules()) == self.modules
+
+    def test_all_blocks_of_ranks_that_share_a_gpu_are_on_it_at_once(
+        self, tmp_path_factory: pytest.TempPathFactory
+    ) -> None:
+        """They wait for each other: one that finds no room would never start, and the others wait for it.
+
+        An SM has 65,536 registers. From compute capability 9.0 on the next call's blocks come early and wait for this
+        call's end, so there must be room for both; the fewest SMs there are the 114 of an H100 of the PCIe form, before
+        it the 108 of an A100.
+        """
+        library = self.built(ULYSSES, tmp_path_factory)
+        text = (PACKAGE / "include" / "comm_nvlink" / "ulysses.cuh").read_text(encoding="utf-8")
+        (threads,) = re.findall(r"kThreads = (\d+);", text)
+        usage = cubin.kernel_usage(library.log.read_text(encoding="utf-8"))
+        found = [item for item in usage if "exchange_kernel" in item.name and item.kernel]
+        assert len(found) == 5
+        for item in found:
+            warps = int(threads) // 32
+            fit = min(65536 // (warps * (-(-item.registers * 32 // 256) * 256)), 48 // warps)
+            early = item.arch not in ("sm_80", "sm_89")
+            assert (114 if early else 108) * fit >= (2 if early else 1) * transport._SHARED_BLOCKS, item
