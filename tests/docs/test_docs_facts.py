@@ -34,12 +34,10 @@ from comm_core.windows.signals import MAX_RANKS
 from comm_core.windows.table import MAX_LEVELS, MAX_SOURCES, PIECE_BYTES
 from comm_core.windows.transport import blocks_per_peer
 from comm_core.windows.window import MAX_WINDOWS
+from comm_nvlink.transport import VARIABLES as NVLINK_VARIABLES
+from comm_nvlink.transport import NvlinkTransport
 from comm_pcie.plugin import plugin as pcie_plugin
 from comm_pcie.session import PcieSession
-
-PLUGINS = {"pcie": (pcie_plugin, PcieSession)}
-"""Transport -> plugin and session, of the packages of this workspace that are more than planned."""
-mesh = topologies.nvlink_mesh
 
 
 def table(text: str, first_column: str) -> list[list[str]]:
@@ -85,7 +83,7 @@ VARIABLE = re.compile(r"\bCOMM_[A-Z]+(?:_[A-Z]+)*\b")
 def test_every_variable_is_documented_and_no_other(read, root):
     """A variable that nobody reads any more, or that nobody is told of."""
     own, _, rest = read("docs/environment.md").partition("## Of other libraries")
-    assert [names(row[0])[0] for row in table(own, "variable")] == list(_env.VARIABLES)
+    assert [names(row[0])[0] for row in table(own, "variable")] == [*_env.VARIABLES, *NVLINK_VARIABLES]
     others = {names(row[0])[0] for row in table(rest.partition("## Of tools and tests")[2], "variable")}
     kit = root / "packages" / "comm-core" / "src" / "comm_core" / "testing"
     source = "".join(path.read_text(encoding="utf-8") for path in (*root.glob("tools/*.py"), *kit.glob("*.py")))
@@ -158,7 +156,7 @@ def test_the_plugin_guide_has_the_arguments_of_the_methods(read, cls):
 # Backends
 
 
-def test_the_transports_table_is_true(read):
+def test_the_transports_table_is_true(read, root):
     """Properties are the session's own, and nobody has verified what the descriptor does not say."""
     rows = {names(row[0])[0]: row[1:] for row in table(read("docs/backends.md"), "transport")}
     planned = [name for name in known.TRANSPORTS if not known.TRANSPORTS[name].built_in]
@@ -190,28 +188,27 @@ def test_the_transports_table_is_true(read):
         "pcie": ", ".join(map(str, predicates.PCIE_SIZES)),
         "mnnvl": f"{predicates.MNNVL_MIN_RANKS} and more",
     }
+    here = {path.parent.name for path in root.glob("packages/*/pyproject.toml")}
     for name, size in sizes.items():
+        package = known.TRANSPORTS[name].distribution
+        assert rows[name][0] == (package if package in here else f"{package}, planned")
         assert rows[name][2] == size
-        if name not in PLUGINS:
-            assert rows[name][0] == f"{known.TRANSPORTS[name].distribution}, planned"
-            continue
-        plugin, session = PLUGINS[name]
-        (transport,) = plugin.comm_transports()
-        able = [n for n in range(1, 20) if transport.assess(interface.Request(name, n, "cuda"), mesh(n)).eligible]
-        assert size == ", ".join(map(str, able))
-        properties = session.properties
-        assert not transport.assess(interface.Request(name, 2, "cpu"), topologies.cpu_host(2)).eligible
-        assert rows[name] == [
-            known.TRANSPORTS[name].distribution,
-            "cuda",
-            size,
-            "refused" if properties.registered_outputs else "used" if properties.staging else "unused",
-            yes[properties.registered_outputs],
-            yes[properties.graph_capturable],
-            yes[properties.peer_pointers],
-            "collective" if properties.shared_resources else "local",
-            ", ".join(transport.verified_on) or "nothing yet",
-        ]
+    # As windows, on which it stands; its own tests compare its session's properties with those.
+    verified = ", ".join(NvlinkTransport.verified_on) or "nothing yet"
+    assert rows["nvlink"][3:] == [*rows["windows"][3:-1], verified]
+    (pcie,) = pcie_plugin.comm_transports()
+    asked = [interface.Request("pcie", n, "cuda") for n in range(1, 20)]
+    able = [item.world_size for item in asked if pcie.assess(item, topologies.nvlink_mesh(item.world_size)).eligible]
+    assert tuple(able) == predicates.PCIE_SIZES
+    properties = PcieSession.properties
+    assert rows["pcie"][3:] == [
+        "refused",
+        yes[properties.registered_outputs],
+        yes[properties.graph_capturable],
+        yes[properties.peer_pointers],
+        "collective" if properties.shared_resources else "local",
+        ", ".join(pcie.verified_on) or "nothing yet",
+    ]
 
 
 def test_the_numbers_in_the_windows_page_are_the_code_s(read):
@@ -326,7 +323,7 @@ def test_commctl_commands_exist(read, page):
     """A page that tells users to run something that is not there."""
     commands = {command.name or getattr(command.callback, "__name__", "") for command in app.registered_commands}
     commands |= {group.typer_instance.info.name for group in app.registered_groups}
-    commands |= {name for plugin, _ in PLUGINS.values() for name, _ in plugin.comm_commands()}
+    commands |= {name for name, _ in pcie_plugin.comm_commands()}
     assert set(re.findall(r"\bcommctl ([a-z]+)", read(page))) <= commands
 
 

@@ -18,7 +18,17 @@ from comm_core.testing.ranks import run_threads
 from comm_nvlink.board import BOARD_BYTES, Boards, share_boards
 
 INCLUDES = [f"-I{Path(package.__file__).parent / 'include'}" for package in (comm_core, comm_nvlink)]
-STRICT = ["g++", "-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", *INCLUDES]
+STRICT = [
+    "g++",
+    "-std=c++17",
+    "-O1",
+    "-Wall",
+    "-Wextra",
+    "-Werror",
+    "-Wno-unknown-pragmas",
+    "-Wno-maybe-uninitialized",
+    *INCLUDES,
+]
 
 
 @pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])

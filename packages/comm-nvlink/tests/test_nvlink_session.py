@@ -47,8 +47,9 @@ from comm_core.testing.reference import assert_same_bits, bits, make_input
 from comm_core.transport.interface import Verdict
 from comm_core.ulysses import plans
 from comm_core.windows.launch import WINDOWS
+from comm_core.windows.session import WindowSession
 from comm_nvlink import pool as pools
-from comm_nvlink import session, transport
+from comm_nvlink import board, session, transport
 from comm_nvlink.launch import ULYSSES, Calls
 from comm_nvlink.pool import POOL
 from comm_nvlink.routes import Settings, route
@@ -97,7 +98,7 @@ def host(modules: Modules, monkeypatch: pytest.MonkeyPatch) -> Iterator[ctypes.C
 def settings(size: int, *, slices: int = 2, engines: bool = False, **changes: Any) -> Settings:
     """Settings in which an exchange of some kilobytes does what one of megabytes does."""
     options = {"engine_bytes": 0 if engines else 1 << 40, "head_bytes": 2000, **changes}
-    return Settings(size, slices * (size - 1), **options)
+    return Settings(size, slices * (size - 1), 2 if slices else 0, **options)
 
 
 @contextlib.contextmanager
@@ -201,9 +202,9 @@ def transports(modules: Modules, monkeypatch: pytest.MonkeyPatch) -> Iterator[di
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
         clear(self, address)
 
-    mapped = session.Boards.__init__
+    mapped = board.Boards.__init__
 
-    def map_here(self: session.Boards, descriptors: Any) -> None:
+    def map_here(self: board.Boards, descriptors: Any) -> None:
         if faulty("map the boards"):
             raise OSError(12, "Cannot allocate memory")
         mapped(self, descriptors)
@@ -212,7 +213,7 @@ def transports(modules: Modules, monkeypatch: pytest.MonkeyPatch) -> Iterator[di
     monkeypatch.setattr(session, "Calls", FaultyCalls)
     monkeypatch.setattr(InProcessMemory, "allocate", allocate_here)
     monkeypatch.setattr(NvlinkSession, "_clear", clear_here)
-    monkeypatch.setattr(session.Boards, "__init__", map_here)
+    monkeypatch.setattr(board.Boards, "__init__", map_here)
     plugins.register("nvlink threads", Plugin())
     yield made
     plugins.unregister("nvlink threads")
@@ -308,7 +309,7 @@ def test_who_moves_what_follows_the_settings(modules: Modules, host: ctypes.CDLL
     assert copies(settings(2)) == [0, 0]
     # Two chunks with a flag each, for one peer, by two ranks; and with no SM this rank's own share besides.
     assert copies(settings(2, engines=True)) == [8, 8] or copies(settings(2, engines=True))[0] >= 4
-    assert copies(Settings(2, 0)) == [6, 6]
+    assert copies(Settings(2, 0, 0)) == [6, 6]
 
 
 def rounds(group: Group, modules: Modules, chosen: Settings, count: int) -> int:
@@ -336,8 +337,42 @@ def rounds(group: Group, modules: Modules, chosen: Settings, count: int) -> int:
 @pytest.mark.parametrize("chosen", ["sms", "both", "engines"])
 def test_calls_follow_each_other_without_synchronization(modules: Modules, chosen: str) -> None:
     """G3: nobody writes before the receiver has announced; more calls than a board has records."""
-    choice = {"sms": settings(3), "both": settings(3, engines=True), "engines": Settings(3, 0)}[chosen]
+    choice = {"sms": settings(3), "both": settings(3, engines=True), "engines": Settings(3, 0, 0)}[chosen]
     assert run_threads(3, rounds, modules, choice, 300, timeout_s=100) == [300] * 3
+
+
+def crossing(group: Group, modules: Modules) -> list[int]:
+    """Calls of sizes on both sides of the threshold in a random order, with barriers and gathers among them."""
+    rank, size, found = group.rank, group.size, [0, 0]
+    order = torch.Generator().manual_seed(3)
+    with opened(group, modules, settings(size, engine_bytes=8000)) as made:
+        for round_ in range(120):
+            chunk = int(torch.randint(1, 4000, (1,), generator=order)) * 4
+            plan = plans.exchange_chunks(chunk, 1, rank, size)
+            x = torch.full((plan.target_bytes,), rank * 50 + round_ % 50, dtype=torch.uint8)
+            out = torch.zeros_like(x)
+            made.exchange(plan, (x,), out)
+            expected = [peer * 50 + round_ % 50 for peer in range(size)]
+            view = out.view(size, chunk)
+            assert view[:, 0].tolist() == expected and bool((view == view[:, :1]).all())
+            found[made._prepared[plan].chunks != 0] += 1
+            if round_ % 9 == 0:
+                made.barrier()
+                gathered = torch.zeros(size, dtype=torch.uint8)
+                made.all_gather_small(torch.tensor(rank, dtype=torch.uint8), gathered)
+                assert gathered.tolist() == list(range(size))
+    return found
+
+
+def test_sizes_that_cross_the_threshold_in_every_call(modules: Modules) -> None:
+    """F9: routes share the number of the operation, so none falls behind."""
+    for below, above in run_threads(3, crossing, modules, timeout_s=60):
+        assert below > 20 and above > 20
+
+
+def test_it_can_do_what_windows_can() -> None:
+    """As docs/backends.md says."""
+    assert NvlinkSession.properties == WindowSession.properties
 
 
 # Hosts that come late
@@ -452,7 +487,7 @@ def test_ranks_that_can_not_pass_descriptors_do_without_the_engines(
         assert run_threads(2, no_boards, modules, settings(2, engines=True)) == [[0, 1]] * 2
     assert host.host_copies() == before
     assert "the copy engines are not used" in caplog.text and "share no network" in caplog.text
-    texts = run_threads(2, no_boards, modules, Settings(2, 0))
+    texts = run_threads(2, no_boards, modules, Settings(2, 0, 0))
     assert len(set(texts)) == 1 and "max_sms=0 needs the copy engines" in texts[0]
     assert in_process._alive == {}
 
@@ -484,7 +519,7 @@ def gathers(group: Group, modules: Modules, chosen: Settings) -> list[int]:
 @pytest.mark.parametrize("chosen", ["sms", "both", "engines"])
 def test_small_gathers_of_any_size_go_in_rounds(modules: Modules, chosen: str) -> None:
     """Up to 1 MiB a rank, through a staging window of 64 KiB a rank."""
-    choice = {"sms": settings(3), "both": settings(3, engines=True), "engines": Settings(3, 0)}[chosen]
+    choice = {"sms": settings(3), "both": settings(3, engines=True), "engines": Settings(3, 0, 0)}[chosen]
     assert run_threads(3, gathers, modules, choice, timeout_s=100) == [[3, 5, 7]] * 3
 
 
@@ -841,18 +876,20 @@ def request_of(**options: Any) -> Any:
 
 
 @pytest.mark.parametrize("size", [2, 4, 6, 8])
-@pytest.mark.parametrize("max_sms", [None, 0, 8, 16, 1024])
+@pytest.mark.parametrize("max_sms", [None, 0, 8, 9, 16, 1024])
 def test_blocks_keep_to_what_was_agreed(size: int, max_sms: int | None) -> None:
-    """A whole number of blocks for each peer, no more than allowed, and on a GPU that is shared all at once."""
+    """A whole number of blocks for each peer, some for the own share, no more than allowed, and room for all ranks'."""
     own = transport.settings_of(request_of(max_sms=max_sms), facts([f"GPU-{rank}" for rank in range(size)]))
     shared = transport.settings_of(request_of(max_sms=max_sms), facts(["GPU-0"] * size))
-    for chosen, most in ((own, 128), (shared, 56 // size)):
-        assert chosen.ranks == size and chosen.blocks % (size - 1) == 0
-        assert (chosen.blocks == 0) == (max_sms == 0)
-        assert chosen.blocks <= max(most if max_sms is None else min(most, max_sms), size - 1)
-        assert chosen.to_json()["blocks"] == chosen.blocks
-    # What `test_nvlink_modules.py` counts on.
-    assert shared.blocks * size <= 56
+    for chosen, most in ((own, 128), (shared, 64 // size)):
+        blocks = chosen.senders + chosen.copiers
+        assert chosen.ranks == size and chosen.senders % (size - 1) == 0
+        assert (chosen.senders == 0) == (chosen.copiers == 0) == (max_sms == 0)
+        assert blocks <= (most if max_sms is None else min(most, max_sms))
+        assert chosen.to_json()["senders"] == chosen.senders
+    # What `test_nvlink_modules.py` counts on. Ranks on one GPU measure no link.
+    assert (shared.senders + shared.copiers) * size <= 64
+    assert own.measured and not shared.measured
 
 
 def test_the_variable_is_read_once_and_agreed_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -875,7 +912,7 @@ def test_the_pure_route_of_a_call_is_what_the_session_prepared(modules: Modules)
         with opened(group, modules, settings(group.size, engines=True)) as made:
             made.exchange(plan, (x,), x.clone())
             prepared, way = made._prepared[plan], route(plan, made._settings)
-            return (prepared.blocks, prepared.chunks) == (way.blocks, way.chunks) and way.chunks > 0
+            return (prepared.senders, prepared.chunks) == (way.senders, way.chunks) and way.chunks > 0
 
     assert run_threads(2, rank) == [True, True]
 

@@ -202,10 +202,13 @@ def settings_for(draw: Any, size: int, engines: bool | None = None) -> Settings:
     return Settings(
         size,
         slices * (size - 1),
+        draw(st.sampled_from([1, 2, 5])),
         engine_bytes=0 if engines else 1 << 40,
         head_bytes=draw(st.sampled_from([0, 100, 5000, 1 << 30])),
-        chunks=draw(st.sampled_from([((0, (1.0,)),), Settings(size, 0).chunks, ((0, (0.4, 0.3, 0.2, 0.1)),)])),
-        widths=draw(st.sampled_from([{}, {520: 2, 1040: 3, 2080: 4, 512: 2}])),
+        chunks=draw(st.sampled_from([((0, (1.0,)),), Settings(size, 0, 0).chunks, ((0, (0.4, 0.3, 0.2, 0.1)),)])),
+        widths=draw(
+            st.sampled_from([{}, {(side, width): 3 for side in ("source", "target") for width in (512, 520, 1040)}])
+        ),
     )
 
 
@@ -214,19 +217,21 @@ class Lists:
     """A device's table, read: for each block its lists."""
 
     target_bytes: int
-    blocks: int
-    slices: int
+    senders: int
+    copiers: int
     chunks: int
     records: list[list[list[Run]]]
 
     def of(self, kind: int, block: int) -> list[Run]:
-        return self.records[block][kind]
+        """Return a list of a block: own shares are those of the copiers, all others those of the senders."""
+        assert block < self.senders or kind == 0
+        return self.records[block + (self.senders if kind == 0 else 0)][kind]
 
 
 def records_of(data: bytes) -> tuple[tuple[int, ...], list[list[list[tuple[int, ...]]]]]:
     """Read a table as ``ulysses.cuh`` documents it; return the header, and each block's lists of entries' fields."""
-    target_bytes, blocks, slices, chunks, size = struct.unpack_from("=Q4I", data)
-    assert len(data) == 32 + blocks * size and size % 16 == 0
+    target_bytes, senders, copiers, chunks, size = struct.unpack_from("=Q4I", data)
+    assert len(data) == 32 + (senders + copiers) * size and size % 16 == 0
     records: list[list[list[tuple[int, ...]]]] = []
     for at in range(32, len(data), size or 1):
         first = struct.unpack_from("=12I", data, at)
@@ -235,7 +240,9 @@ def records_of(data: bytes) -> tuple[tuple[int, ...], list[list[list[tuple[int, 
         assert len(set(first[4 + chunks :])) == 1 and 48 + 112 * first[-1] <= size
         entries = [struct.unpack_from("=2Q4Q4Q4I4I", data, at + 48 + 112 * number) for number in range(first[-1])]
         records.append([entries[a:b] for a, b in zip(first, first[1:], strict=False)])
-    return (target_bytes, blocks, slices, chunks, size), records
+        assert not any(record[0] for record in records[:senders])
+    assert not any(entries for record in records[senders:] for entries in record[1:])
+    return (target_bytes, senders, copiers, chunks, size), records
 
 
 def read_table(data: bytes) -> Lists:
@@ -353,15 +360,15 @@ def test_all_ranks_together_move_every_byte_of_the_plan_once(data: Any) -> None:
     direct = [Memory(plan.target_bytes) for plan in group.plans]
     for plan, own, copies in zip(group.plans, tables, engines, strict=True):
         rank, sources = plan.rank, sources_of(plan)
-        assert (own.target_bytes, own.blocks, own.slices, own.chunks) == (
-            plan.target_bytes, way.blocks, way.slices, way.chunks,
+        assert (own.target_bytes, own.senders, own.copiers, own.chunks) == (
+            plan.target_bytes, way.senders, way.copiers, way.chunks,
         )  # fmt: skip
-        for block in range(own.blocks):
+        for block in range(own.copiers):
             direct[rank].write(own.of(0, block), sources)
         for peer in range(size):
             if peer == rank:
                 continue
-            for slice_ in range(own.slices):
+            for slice_ in range(way.slices):
                 direct[peer].write(own.of(1, block_of(rank, size, peer, slice_)), sources)
             if copies is not None and data.draw(st.booleans()):
                 read = read_copies(copies)
@@ -371,15 +378,16 @@ def test_all_ranks_together_move_every_byte_of_the_plan_once(data: Any) -> None:
                 else:
                     direct[peer].write(read.runs(own.chunks * size + peer), sources)
             else:
-                for slice_ in range(own.slices):
+                for slice_ in range(way.slices):
                     direct[peer].write(own.of(2, block_of(rank, size, peer, slice_)), sources)
     for mine, reference in zip(direct, expected, strict=True):
         assert mine.data == reference.data and mine.written == reference.written
     # Out of staging: what lies in it comes to the same place of the output.
     for plan, own in zip(group.plans, tables, strict=True):
         out = Memory(plan.target_bytes)
-        for block in range(own.blocks):
+        for block in range(own.copiers):
             out.write(own.of(0, block), sources_of(plan))
+        for block in range(own.senders):
             for part in range(3, 4 + own.chunks):
                 assert all(source == 0 and at == to for source, at, to, _ in own.of(part, block))
                 out.write(own.of(part, block), [bytes(direct[plan.rank].data)])
@@ -421,14 +429,14 @@ def test_copy_engines_alone_move_everything(data: Any) -> None:
     """``max_sms=0``: no list for blocks, this rank's own share among the copies, rows of any width."""
     group = data.draw(groups(wide=data.draw(st.booleans())))
     size = group.size
-    chosen = Settings(size, 0, widths=data.draw(st.sampled_from([{}, {520: 2, 1040: 3}])))
+    chosen = Settings(size, 0, 0, widths=data.draw(st.sampled_from([{}, {("target", 520): 2, ("source", 1040): 3}])))
     expected = by_rows(group)
     found = [Memory(plan.target_bytes) for plan in group.plans]
     for plan in group.plans:
         way = route(plan, chosen)
-        assert (way.blocks, way.slices, way.chunks) == (0, 0, 1)
+        assert (way.senders, way.copiers, way.slices, way.chunks) == (0, 0, 0, 1)
         empty = read_table(compile_table(plan, way).data)
-        assert (empty.blocks, empty.slices, empty.chunks, empty.records) == (0, 0, 1, [])
+        assert (empty.senders, empty.copiers, empty.chunks, empty.records) == (0, 0, 1, [])
         read = read_copies(compile_copies(plan, way, chosen.widths))
         for peer in range(size):
             assert bool(read.lists[peer]) == (peer != plan.rank)
@@ -444,8 +452,9 @@ def test_copy_engines_alone_move_everything(data: Any) -> None:
 def test_pitched_copies_are_as_cuda_wants_them_and_as_wide_as_is_fast(data: Any) -> None:
     """No width beyond a pitch, no pitch beyond the limit; rows of slow widths in pieces, at multiples of 16."""
     group = data.draw(groups(wide=True))
-    widths = {512: 2, 1040: 3, 2080: 3}
-    chosen = Settings(group.size, group.size - 1, engine_bytes=0, head_bytes=0, widths=widths)
+    slow = (512, 1040, 2080)
+    widths = {(side, width): 3 for side in ("source", "target") for width in slow}
+    chosen = Settings(group.size, group.size - 1, 1, engine_bytes=0, head_bytes=0, widths=widths)
     for plan in group.plans:
         way = route(plan, chosen)
         copies = compile_copies(plan, way, widths)
@@ -459,17 +468,17 @@ def test_pitched_copies_are_as_cuda_wants_them_and_as_wide_as_is_fast(data: Any)
             for at, to, pitch, to_pitch, width, height, _ in found:
                 assert width > 0 and height > 0
                 assert height == 1 or (width <= min(pitch, to_pitch) and max(pitch, to_pitch) < 2**31)
-                # The width that is slow is not left.
-                assert height == 1 or width not in widths
+                # The width that is slow is not left, where one side is pitched at all.
+                assert height == 1 or width not in slow or pitch == to_pitch == width
             assert len(read_copies(whole).lists[number]) <= len(found)
 
 
 def test_rows_of_a_slow_width_are_cut_into_as_many_pieces_as_the_table_says() -> None:
     plan = plans.gather_heads((1, 8, 1, 1040), 1, 0, 2)
-    way = Route(1, (0, 0), (0, 4 * 1040))
-    (copy,) = read_copies(compile_copies(plan, way, {})).lists[1]
+    way = Route(1, 1, (0, 0), (0, 4 * 1040))
+    (copy,) = read_copies(compile_copies(plan, way, {("source", 1040): 2})).lists[1]
     assert copy == (4 * 1040, 0, 1040, 2080, 1040, 4, 0)
-    pieces = read_copies(compile_copies(plan, way, {1040: 3})).lists[1]
+    pieces = read_copies(compile_copies(plan, way, {("target", 1040): 3})).lists[1]
     assert [(at - 4160, to, width, height) for at, to, _, _, width, height, _ in pieces] == [
         (0, 0, 336, 4), (336, 336, 352, 4), (688, 688, 352, 4),
     ]  # fmt: skip
@@ -498,9 +507,9 @@ def strided(source_pitch: int, row: int, repeat: int = 3, outer: int = 1) -> Pla
 def test_a_rank_whose_rows_do_not_suit_the_engines_uses_its_sms(plan: Plan, why: str) -> None:
     """Its peers need not know: they wait for the same flags. Where there are no SMs, the engines do it all the same."""
     total = plan.sends[0].nbytes
-    assert compile_copies(plan, Route(1, (0, 0), (0, total)), {}) is None, why
-    assert compile_copies(strided(1000, 600), Route(1, (0, 0), (0, 1800)), {}) is not None
-    read = read_copies(compile_copies(plan, Route(0, (0,), (0, total)), {}))
+    assert compile_copies(plan, Route(1, 1, (0, 0), (0, total)), {}) is None, why
+    assert compile_copies(strided(1000, 600), Route(1, 1, (0, 0), (0, 1800)), {}) is not None
+    read = read_copies(compile_copies(plan, Route(0, 0, (0,), (0, total)), {}))
     assert single(read.runs(1)) == single(runs([plan.sends[1]]))
     assert all(height == 1 or width <= min(a, b) for _, _, a, b, width, height, _ in read.lists[1])
 
@@ -508,15 +517,16 @@ def test_a_rank_whose_rows_do_not_suit_the_engines_uses_its_sms(plan: Plan, why:
 def test_more_copies_than_may_be_enqueued_are_refused_with_the_way_out() -> None:
     plan = strided(1000, 600, outer=(1 << 16) + 1)
     with pytest.raises(UnsupportedError, match=r"max_sms=0 leaves nothing else: pass operands with larger rows"):
-        compile_copies(plan, Route(0, (0,), (0, plan.sends[0].nbytes)), {})
+        compile_copies(plan, Route(0, 0, (0,), (0, plan.sends[0].nbytes)), {})
 
 
 def test_entries_of_large_operands_keep_to_what_the_device_counts() -> None:
     """More than 1 GiB for one block: several entries, each of which numbers its vectors in 32 bits; offsets beyond 4 GiB."""
     nbytes = (5 << 30) + 3
     plan = plans.exchange_chunks(nbytes, 1, 1, 2)
-    way = route(plan, Settings(2, 1, engine_bytes=1 << 60))
-    _, (lists,) = records_of(compile_table(plan, way).data)
+    way = route(plan, Settings(2, 1, 1, engine_bytes=1 << 60))
+    _, (sender, copier) = records_of(compile_table(plan, way).data)
+    lists = [copier[0], *sender[1:]]
     # own share, head, no rest, received: source offset, target offset, rows, bytes of a row
     read = [[(values[0], values[1], values[14], values[15]) for values in entries] for entries in lists]
     for number, count in ((0, nbytes), (1, nbytes), (2, 0), (3, nbytes)):
@@ -537,6 +547,7 @@ def test_a_route_is_the_same_on_all_ranks_and_within_the_device_s_limits(data: A
     chosen = Settings(
         group.size,
         peers * data.draw(st.integers(0, routes.MAX_SLICES)),
+        7,
         engine_bytes=data.draw(st.sampled_from([0, 5000, 1 << 40])),
         head_bytes=data.draw(st.sampled_from([0, 999, 1 << 40])),
     )
@@ -544,15 +555,16 @@ def test_a_route_is_the_same_on_all_ranks_and_within_the_device_s_limits(data: A
     assert all(route(plan, chosen) == first for plan in group.plans)
     each = sum(copy.nbytes for copy in canonical(group.plans[0]))
     assert all(amount == each for plan in group.plans for amount in plan.receive_bytes)
-    assert first.blocks == first.slices * peers <= max(0, chosen.blocks)
+    assert first.senders == first.slices * peers <= chosen.senders
+    assert first.copiers == (7 if first.senders else 0)
     assert first.slices <= routes.MAX_SLICES and first.chunks <= routes.MAX_CHUNKS
     ends = [first.head[0], first.head[-1], *(first.rest[:1] + first.rest[-1:])]
     if first.rest:
         assert ends == [0, ends[1], ends[1], each]
     else:
         assert ends == [0, each] and each * peers < chosen.engine_bytes
-    assert bool(first.rest) == (chosen.blocks == 0 or each * peers >= chosen.engine_bytes)
-    if chosen.blocks and first.rest:
+    assert bool(first.rest) == (chosen.senders == 0 or each * peers >= chosen.engine_bytes)
+    if chosen.senders and first.rest:
         assert ends[1] * peers <= min(chosen.head_bytes, each * peers // 4)
 
 
@@ -560,16 +572,16 @@ def test_chunks_are_those_of_the_size() -> None:
     mib = 1 << 20
     for remote, chunks in ((19, 0), (20, 2), (63, 2), (64, 3), (127, 3), (128, 4), (2000, 4)):
         plan = plans.exchange_chunks(remote * mib, 1, 0, 2)
-        assert route(plan, Settings(2, 128)).chunks == chunks
-    for _, shares in Settings(2, 128).chunks:
+        assert route(plan, Settings(2, 96, 32)).chunks == chunks
+    for _, shares in Settings(2, 96, 32).chunks:
         assert abs(sum(shares) - 1) < 1e-9 and list(shares) == sorted(shares, reverse=True)
         assert len(shares) <= routes.MAX_CHUNKS
 
 
 def test_settings_travel_in_a_decision() -> None:
     """What was agreed on comes back as it was from a plan's JSON."""
-    chosen = Settings(4, 96, engine_bytes=7, head_bytes=5)
-    assert Settings(4, 1).changed(chosen.to_json()) == chosen
+    chosen = Settings(4, 96, 32, engine_bytes=7, head_bytes=5, measured=True)
+    assert Settings(4, 1, 1).changed(chosen.to_json()) == chosen
 
 
 # Twins
@@ -598,13 +610,6 @@ def test_the_sizes_that_the_sources_claim_are_those_that_python_packs() -> None:
     }
 
 
-def claimed_header() -> int:
-    """Return where the records begin: behind the header and a few bytes more."""
-    found = re.search(r"sizeof\(Table\) \+ (\d+) \+\s+uint64_t\(block\)", text_of("include/comm_nvlink/ulysses.cuh"))
-    assert found is not None
-    return 24 + int(found[1])
-
-
 def test_the_limits_are_the_same_on_both_sides() -> None:
     text = text_of("include/comm_nvlink/ulysses.cuh")
     found = {name: int(value) for name, value in re.findall(r"constexpr uint32_t (k\w+) = (\d+);", text)}
@@ -612,7 +617,7 @@ def test_the_limits_are_the_same_on_both_sides() -> None:
     assert found["kMaxSlices"] == routes.MAX_SLICES
     assert found["kMaxChunks"] == routes.MAX_CHUNKS
     # What `records_of` above counts on.
-    assert table._HEADER.size == claimed_header() == 32
+    assert table._HEADER.size == found["kRecordsAt"] == 32
     assert "enum List : uint32_t { kOwn = 0, kHead = 1, kRest = 2, kReceived = 3 };" in text
 
 

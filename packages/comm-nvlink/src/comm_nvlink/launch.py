@@ -32,9 +32,10 @@ ULYSSES = ModuleSpec(
         "comm_nvlink_time_copy_args_v1": "II3P4QP2I0Q",
         # state, places, number, wait, offset; window, captured
         "comm_nvlink_meet_args_v1": "II2P3Q2I0Q",
-        # stream, state, table, copies, places, sources, landing, output, offset, target bytes;
+        # stream, state, table, copies, places, sources, landing, output, offset, target bytes, half bytes, doubled
+        # offset, doubled bytes;
         # window, operation, senders, copiers, staging window, chunks, record bytes, unused
-        "comm_nvlink_exchange_args_v1": f"II5P{MAX_SOURCES}Q4Q8I0Q",
+        "comm_nvlink_exchange_args_v1": f"II5P{MAX_SOURCES}Q7Q8I0Q",
     },
     entry_points={
         "comm_nvlink_open_v1": "comm_nvlink_open_args_v1",

@@ -118,8 +118,8 @@ class MemoryPool:
             if not refused:
                 raise
             raise torch.OutOfMemoryError(
-                f"the memory pool of {self.arena.nbytes} bytes is exhausted: {used} are in use and {refused} more were "
-                "asked for in one piece. Raise pool_bytes of the communicator, or free tensors of the pool"
+                f"the memory pool of {self.arena.nbytes} bytes is exhausted: {used} are in use and {refused} more "
+                "were asked for in one piece. Raise pool_bytes of the communicator, or free tensors of the pool"
             ) from error
 
     def close(self) -> None:

@@ -18,7 +18,7 @@ from comm_core.transport.plan import Copy, Plan
 
 __all__ = ["MAX_CHUNKS", "MAX_SLICES", "Route", "Settings", "Widths", "route"]
 
-MAX_SLICES = 160
+MAX_SLICES = 224
 """Twin: include/comm_nvlink/ulysses.cuh, kMaxSlices."""
 MAX_CHUNKS = 8
 """Twin: include/comm_nvlink/ulysses.cuh, kMaxChunks."""
@@ -26,6 +26,8 @@ MAX_CHUNKS = 8
 Widths: TypeAlias = Mapping[tuple[str, int], int]
 
 _MIB = 1 << 20
+_FEW_BYTES = 4 * _MIB
+"""Remote bytes below which an exchange gets a part of the blocks."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +53,9 @@ class Settings:
     head_bytes: int = 4 * _MIB
     measured: bool = False
     chunks: tuple[tuple[int, tuple[float, ...]], ...] = (
-        (0, (0.65, 0.35)),
-        (64 * _MIB, (0.5, 0.35, 0.15)),
-        (128 * _MIB, (0.4, 0.3, 0.2, 0.1)),
+        (0, (0.85, 0.15)),
+        (64 * _MIB, (0.8, 0.2)),
+        (128 * _MIB, (0.65, 0.27, 0.08)),
     )
     widths: Widths = field(default_factory=dict[tuple[str, int], int])
 
@@ -152,7 +154,11 @@ def route(plan: Plan, settings: Settings) -> Route:
     if slices == 0:
         return Route(0, 0, (0,), (0, each))
     remote = each * peers
-    blocks = (slices * peers, settings.copiers)
+    copiers = settings.copiers
+    if remote < _FEW_BYTES:
+        # Fewer blocks start sooner, and are enough.
+        slices, copiers = max(1, slices // 2), max(1, copiers // 4)
+    blocks = (slices * peers, copiers)
     if remote < settings.engine_bytes:
         return Route(*blocks, evenly(copies, 0, each, slices), ())
     head = align(copies, min(settings.head_bytes, remote // 4) // peers)

@@ -39,6 +39,9 @@ _STAGING = 0
 """Number of the staging window; `comm_nvlink.launch.Calls` and the session of windows know it too."""
 _GATHER_BYTES = 1 << 16
 """Bytes a rank of one round of a small gather, at least; more where the staging window has room."""
+_SMALL_BYTES = 8 << 20
+"""Bytes of the largest destination whose staging is doubled: what the staging of larger operands is larger by, twice,
+and what a gather of 1 MiB from each of eight ranks takes."""
 _MEET_NS = 20_000_000
 """How long a rank's host waits for another's place before its SMs do what the copy engines would. A rank that is
 that early has nothing to gain: its device would wait for the other rank's announcement just as long."""
@@ -54,31 +57,19 @@ class _Prepared:
         senders: blocks of the exchange kernel that serve peers; 0 where there is none.
         table: its table on the device.
         copies: the copy engines' table on the host, or None.
-        before: the first fields of a call's arguments, which never change, for SMs alone.
-        before_engines: the same with the copy engines.
-        after: the last fields.
+        after: the last fields of a call's arguments, which never change.
     """
 
-    __slots__ = ("after", "before", "before_engines", "chunks", "copies", "operation", "senders", "table")
+    __slots__ = ("after", "chunks", "copies", "copies_address", "senders", "table", "table_address")
 
-    def __init__(
-        self,
-        plan: Plan,
-        way: Route,
-        table: Table,
-        copies: bytes | None,
-        device: torch.device,
-        state: int,
-        places: int,
-    ) -> None:
+    def __init__(self, plan: Plan, way: Route, table: Table, copies: bytes | None, device: torch.device) -> None:
         self.table = torch.frombuffer(bytearray(table.data), dtype=torch.uint8).to(device)
+        self.table_address = self.table.data_ptr()
         self.copies = None if copies is None else ctypes.create_string_buffer(copies, len(copies))
+        self.copies_address = 0 if self.copies is None else ctypes.addressof(self.copies)
         self.senders, self.chunks = way.senders, way.chunks
-        self.operation = int(Operation.of(plan.operation))
-        address = self.table.data_ptr()
-        self.before = (state, address, 0, 0)
-        self.before_engines = (state, address, 0 if self.copies is None else ctypes.addressof(self.copies), places)
-        self.after = (self.operation, way.senders, way.copiers, _STAGING, way.chunks, table.record_bytes, 0)
+        operation = int(Operation.of(plan.operation))
+        self.after = (operation, way.senders, way.copiers, _STAGING, way.chunks, table.record_bytes, 0)
 
 
 class NvlinkSession(WindowSession):
@@ -124,7 +115,7 @@ class NvlinkSession(WindowSession):
         self._pool_bytes = pool_bytes
         self._prepared: dict[Plan, _Prepared] = {}
         self._boards: Boards | None = None
-        self._number = 0
+        self._numbers = [0, 0]
         self._state = State()
         self._state_address = ctypes.addressof(self._state)
         self._places = Places()
@@ -149,7 +140,13 @@ class NvlinkSession(WindowSession):
 
     def _allocate(self, stages: Transaction, staging_bytes: int) -> None:
         size = self._group.size
-        self.windows.add_in(stages, max(staging_bytes, _GATHER_BYTES * size), "staging")
+        # The staging of large exchanges, where there can be any, and doubled staging for small ones: apart, because a
+        # small one is stored while its receiver may still be copying a large one out.
+        needed = -(-max(staging_bytes, _GATHER_BYTES * size) // 512) * 512
+        all_small = needed <= _SMALL_BYTES and self._settings.senders and self._settings.engine_bytes > needed
+        self._doubled_bytes = needed if all_small else min(_SMALL_BYTES, needed // 1024 * 512)
+        self._doubled_offset = 0 if all_small else needed
+        self.windows.add_in(stages, self._doubled_offset + 2 * self._doubled_bytes, "staging")
         self._flags = self.windows.add_in(stages, FLAG_BYTES, "flags")
         self.arena: MappedWindow | None = None
         if self._pool_bytes:
@@ -272,31 +269,38 @@ class NvlinkSession(WindowSession):
             prepared = self._prepare(plan)
         output = destination.data_ptr()
         found = self.windows.find(output, plan.target_bytes)
+        half = 0
         if found is not None:
             window, offset = found
             landing = output
         else:
-            window, offset = self.windows[_STAGING], 0
-            landing = window.address
-            if plan.target_bytes > window.nbytes:
+            window = self.windows[_STAGING]
+            small = plan.target_bytes <= self._doubled_bytes and prepared.chunks == 0
+            offset, half = (self._doubled_offset, self._doubled_bytes) if small else (0, 0)
+            landing = window.address + offset
+            if plan.target_bytes > max(self._doubled_bytes, self._doubled_offset):
                 raise ArgumentValueError(
-                    f"{plan.operation}: {plan.target_bytes} bytes do not fit the staging window of {window.nbytes}"
+                    f"{plan.operation}: {plan.target_bytes} bytes do not fit the staging of "
+                    f"{max(self._doubled_bytes, self._doubled_offset)}"
                 )
-        before = prepared.before
-        if prepared.chunks != 0 and self._boards is not None:
-            self._meet(plan, window.number, offset)
-            before = prepared.before_engines
+        places = self._meet(plan, prepared, window.number, offset) if self._boards is not None else 0
         # Without SMs the data is left in staging by the copy engines, and copied out once it is all there.
         later = found is None and prepared.senders == 0
         self._exchange(
             self._stream(),
-            *before,
+            self._state_address,
+            prepared.table_address,
+            prepared.copies_address if places else 0,
+            places,
             *[source.data_ptr() for source in sources],
             *NO_SOURCES[len(sources)],
             landing,
             landing if later else output,
             offset,
             plan.target_bytes,
+            half,
+            self._doubled_offset,
+            self._doubled_bytes,
             window.number,
             *prepared.after,
         )
@@ -315,44 +319,52 @@ class NvlinkSession(WindowSession):
         way = route(plan, settings)
         copies = compile_copies(plan, way, settings.widths)
         table = compile_table(plan, way)
-        prepared = _Prepared(plan, way, table, copies, self._device, self._state_address, self._places_address)
+        prepared = _Prepared(plan, way, table, copies, self._device)
         _cuda.synchronize(self._device)
         self._prepared[plan] = prepared
         return prepared
 
-    def _meet(self, plan: Plan, window: int, offset: int) -> None:
-        """Tell the other hosts where this rank wants its data, and learn where they want theirs."""
-        self._number += 1
-        capturing = _cuda.is_capturing()
-        wait_ns = _MEET_CAPTURED_NS if capturing else _MEET_NS
+    def _meet(self, plan: Plan, prepared: _Prepared, window: int, offset: int) -> int:
+        """Tell the other hosts where this rank wants its data, and learn where they want it.
+
+        All ranks do it for the same calls: those that use the copy engines and, in a captured graph, small ones.
+
+        Returns:
+            The address of what was learned, or 0 where this call needs none.
+        """
+        captured = _cuda.is_capturing()
+        if prepared.chunks == 0 and not (captured and plan.target_bytes <= self._doubled_bytes):
+            return 0
+        # Captured calls are counted apart: they happen on the device when they are replayed.
+        self._numbers[captured] += 1
         limit_ns = int(self._timeout_s * 1e9)
+        wait_ns = _MEET_CAPTURED_NS if captured else _MEET_NS
         if self._settings.senders == 0:
             wait_ns = limit_ns
         self._nvlink.meet(
             self._state_address,
             self._places_address,
-            self._number,
+            2 * self._numbers[captured] + captured,
             min(wait_ns, limit_ns),
             offset,
             window,
-            capturing,
+            captured,
         )
         if self._settings.senders == 0:
-            missing = [rank for rank in range(self._group.size) if not self._places.known >> rank & 1]
-            missing.remove(self._group.rank)
-            if missing:
-                raise PeerStalledError(
-                    f"rank {self._group.rank}: {plan.operation} with max_sms=0: rank {missing[0]} did not make this "
-                    f"call within {self._timeout_s:g} s (COMM_TIMEOUT_S), or not in the same way (captured in a graph "
-                    "or not)",
-                    missing[0],
-                    self._group.rank,
-                )
+            self._all_known(plan)
+        return self._places_address
 
-    def close(self, timeout_s: float | None = None) -> None:
-        """See `WindowSession.close`."""
-        super().close(timeout_s)
-        self._prepared.clear()
+    def _all_known(self, plan: Plan) -> None:
+        """Raise where a rank's place is unknown: without SMs nothing else can serve it."""
+        missing = [rank for rank in range(self._group.size) if not self._places.known >> rank & 1]
+        missing.remove(self._group.rank)
+        if missing:
+            raise PeerStalledError(
+                f"rank {self._group.rank}: {plan.operation} with max_sms=0: rank {missing[0]} did not make this call "
+                f"within {self._timeout_s:g} s (COMM_TIMEOUT_S), or not in the same way (captured in a graph or not)",
+                missing[0],
+                self._group.rank,
+            )
 
     def memory_pool(self) -> AbstractContextManager[object]:
         """See `TransportSession.memory_pool`."""
@@ -368,7 +380,7 @@ class NvlinkSession(WindowSession):
         """See `TransportSession.all_gather_small`."""
         size = self._group.size
         nbytes = check_small(value, out, size)
-        room = min(self.windows[_STAGING].nbytes // size, SMALL_BYTES)
+        room = min(max(self._doubled_bytes, self._doubled_offset) // size, SMALL_BYTES)
         with _cuda.device_guard(self._device):
             if nbytes <= room:
                 self.exchange(gather.small_plan(nbytes, self._group.rank, size), (value,), out)

@@ -194,7 +194,7 @@ def _pitched(copy: Copy, widths: Widths, only_engines: bool) -> list[_Copy2D] | 
     found: list[_Copy2D] = []
     outside = copy._replace(levels=outer, row_bytes=1)
     for source, target in outside.rows():
-        for begin, end in zip(edges, edges[1:], strict=False):
+        for begin, end in itertools.pairwise(edges):
             place = (source + begin, target + begin, *pitches)
             found.append(_Copy2D((*place, end - begin, level.repeat, copy.source)))
     return found
@@ -228,8 +228,8 @@ def compile_copies(plan: Plan, route: Route, widths: Widths) -> bytes | None:
             pitched = _pitched(copy, widths, only)
             if pitched is None and only:
                 raise UnsupportedError(
-                    f"{plan.operation}: the copy engines can't move rows of {copy.row_bytes} bytes with {copy.levels}, "
-                    "and max_sms=0 leaves nothing else: pass operands with larger rows, or allow some SMs"
+                    f"{plan.operation}: the copy engines can't move rows of {copy.row_bytes} bytes with "
+                    f"{copy.levels}, and max_sms=0 leaves nothing else: pass operands with larger rows, or allow SMs"
                 )
             if pitched is None or (len(made) + len(pitched) > _MAX_COPIES and not only):
                 return None

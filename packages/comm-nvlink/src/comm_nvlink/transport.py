@@ -29,14 +29,15 @@ VARIABLES = {
 }
 """Environment variable -> what it does."""
 
-_BLOCKS = 128
-"""Blocks of an exchange on a GPU of its own. Each has an SM to itself: 132 on an H100 or H200, 148 on a B200, 108 on
-an A100, where the last ones start when the first have left (they are started in order, and each waits only for the
-same block of a peer)."""
-_SHARED_BLOCKS = 56
-"""Blocks of all ranks' kernels that share one GPU: they wait for each other, so all must be on it at once. A block has
-an SM to itself, and from compute capability 9.0 on the blocks of each rank's next call may be there already, waiting
-for the current one: twice as many. An H100 of the PCIe form has 114 SMs, the fewest of those; an A100 has 108."""
+_PER_SM = 2
+"""Blocks of the exchange kernel that fit a multiprocessor. Twin: include/comm_nvlink/ulysses.cuh, launch bounds."""
+_SMS = 96
+"""Multiprocessors of an exchange on a GPU of its own, of 132 on an H100 or H200, 148 on a B200 and 108 on an A100. A
+third of them copies this rank's own share."""
+_SHARED_SMS = 48
+"""The same for all ranks' kernels that share one GPU: they wait for each other, so all must be on it at once. From
+compute capability 9.0 on the blocks of each rank's next call may be there already, waiting for the current one: twice
+as many."""
 
 
 def _engine_bytes() -> int | None:
@@ -53,11 +54,10 @@ def settings_of(request: Request, facts: Sequence[RankFacts]) -> Settings:
     devices = [record.device.uuid for record in facts]
     sharing = max(devices.count(device) for device in devices)
     peers = len(facts) - 1
-    blocks = _BLOCKS if sharing == 1 else _SHARED_BLOCKS // sharing
+    sms = _SMS if sharing == 1 else max(_SHARED_SMS // sharing, len(facts) // _PER_SM)
     wanted = cast("int | None", request.options.get("max_sms"))
-    if wanted is not None:
-        blocks = min(blocks, wanted)
-    copiers = max(1, blocks // 4) if blocks else 0
+    blocks = _PER_SM * (sms if wanted is None else min(sms, wanted))
+    copiers = min(max(1, blocks // 3), blocks - peers) if blocks else 0
     slices = min(MAX_SLICES, (blocks - copiers) // peers)
     # Ranks that share a GPU have no link to measure.
     settings = Settings(len(facts), slices * peers, copiers, measured=sharing == 1)
@@ -90,11 +90,12 @@ class NvlinkTransport(Transport):
         if not verdict.eligible:
             return verdict
         wanted = cast("int | None", request.options.get("max_sms"))
-        if wanted is not None and 0 < wanted < request.world_size:
+        least = -(-request.world_size // _PER_SM)
+        if wanted is not None and 0 < wanted < least:
             return Verdict(
                 False,
-                f"max_sms={wanted}: an exchange of {request.world_size} ranks needs {request.world_size} SMs, one for "
-                "each peer and one for a rank's own share; or 0, for the copy engines alone",
+                f"max_sms={wanted}: an exchange of {request.world_size} ranks needs at least {least}, for a block "
+                "for each peer and one for a rank's own share; or 0, for the copy engines alone",
             )
         own = [record.plugins.get(self.name, {}) for record in facts]
         failed = {rank: item["error"] for rank, item in enumerate(own) if item.get("error")}

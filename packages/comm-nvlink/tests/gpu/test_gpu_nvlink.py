@@ -77,7 +77,7 @@ class TestOnDevices(DeviceContract):
     transport = "nvlink"
     plugin = PLUGIN
     world_sizes = SIZES
-    test_cycles_leak_neither_memory_nor_descriptors = None
+    test_cycles_leak_neither_memory_nor_descriptors = None  # pyright: ignore[reportAssignmentType]
 
 
 class TestEnginesOnDevices(DeviceContract):
@@ -105,7 +105,9 @@ class TestNoSmsOnDevices(DeviceContract):
     cycles = 8
 
 
-def run(ranks: RankPool, function: Any, *arguments: Any, size: int, timeout_s: float = 60, **options: Any) -> list[Any]:
+def run(
+    ranks: RankPool, function: Any, *arguments: Any, size: int, timeout_s: float = 60, **options: Any
+) -> list[Any]:
     environment = options.pop("env", None)
     case = DeviceCase("nvlink", tuple(options.items()), None if PLUGIN is None else FunctionRef.of(make_plugin))
     named = FunctionRef.of(function)
@@ -190,9 +192,7 @@ def bands(group: Any, case: DeviceCase, layouts: list[Any]) -> int:
             full = [[make_input(i, peer, shape, torch.bfloat16) for peer in range(size)] for i in range(3)]
             for turn in range(len(layouts)):
                 mine = layouts[(rank + turn) % len(layouts)]
-                q, k, v = (
-                    moved(make_input(i, rank, shape, torch.bfloat16, mine), device) for i in range(3)
-                )
+                q, k, v = (moved(make_input(i, rank, shape, torch.bfloat16, mine), device) for i in range(3))
                 fused = comm.scatter_qkv_head_chunk(q, k, v, head_offset=1, head_count=2)
                 parts = [reference.scatter_heads(x)[rank][:, :, 1:3] for x in full]
                 assert_same_bits(fused.cpu(), torch.cat(parts, dim=-1), f"{d} {mine}")
@@ -301,7 +301,7 @@ class TestManyCycles(DeviceContract):
     cycle_seconds = float(os.environ.get("GPU_CHECK_CYCLE_SECONDS", "15"))
 
     # The rest is tested above.
-    test_captured_graphs_replay_among_eager_calls = None
-    test_the_receiver_says_where_so_ranks_may_differ = None
-    test_changing_streams_are_ordered = None
-    test_a_stalled_rank_is_named_outputs_are_poisoned_and_all_leave = None
+    test_captured_graphs_replay_among_eager_calls = None  # pyright: ignore[reportAssignmentType]
+    test_the_receiver_says_where_so_ranks_may_differ = None  # pyright: ignore[reportAssignmentType]
+    test_changing_streams_are_ordered = None  # pyright: ignore[reportAssignmentType]
+    test_a_stalled_rank_is_named_outputs_are_poisoned_and_all_leave = None  # pyright: ignore[reportAssignmentType]

@@ -263,9 +263,7 @@ class DeviceContract:
     def case(self) -> DeviceCase:
         """What is sent to the ranks."""
         made = type(self).plugin
-        return DeviceCase(
-            self.transport, tuple(self.options.items()), None if made is None else FunctionRef.of(made)
-        )
+        return DeviceCase(self.transport, tuple(self.options.items()), None if made is None else FunctionRef.of(made))
 
     def run(self, ranks: RankPool, function: Callable[..., Any], *arguments: Any, size: int, **changes: Any) -> Any:
         """Run `function(group, case, *arguments)` on `size` ranks."""

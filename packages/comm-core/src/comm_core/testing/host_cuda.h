@@ -16,13 +16,14 @@
 typedef void* cudaStream_t;
 typedef struct host_event* cudaEvent_t;
 typedef int cudaError_t;
+enum { cudaSuccess = 0 };
 enum cudaMemcpyKind { cudaMemcpyDeviceToDevice = 3 };
 enum { cudaStreamNonBlocking = 1, cudaEventDisableTiming = 2 };
-#define COMM_CUDA(call)                                                                          \
-  do {                                                                                           \
-    int host_error_ = (call);                                                                    \
-    if (host_error_ != 0) return comm_fail(COMM_ERROR_CUDA + host_error_, "%s failed with %d", #call, \
-                                           host_error_);                                         \
+#define COMM_CUDA(call)                                                                         \
+  do {                                                                                          \
+    int host_error_ = (call);                                                                   \
+    if (host_error_ != 0)                                                                       \
+      return comm_fail(COMM_ERROR_CUDA + host_error_, "%s failed with %d", #call, host_error_); \
   } while (0)
 #define COMM_LAUNCHED(...) ((void)0)
 
@@ -93,6 +94,16 @@ inline int cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
   int status = host_create();
   if (status == 0) *event = new host_event();
   return status;
+}
+
+inline int cudaEventCreate(cudaEvent_t* event) { return cudaEventCreateWithFlags(event, 0); }
+
+inline int cudaEventSynchronize(cudaEvent_t) { return 0; }
+
+// Everything takes as long.
+inline int cudaEventElapsedTime(float* milliseconds, cudaEvent_t, cudaEvent_t) {
+  *milliseconds = 1;
+  return 0;
 }
 
 inline int cudaEventDestroy(cudaEvent_t event) {
@@ -175,8 +186,8 @@ void host_launch(cudaStream_t stream, uint32_t, void (*kernel)(Parameters...),
 }
 
 template <typename Parameters>
-void host_launch(cudaStream_t stream, uint32_t blocks,
-                 void (*kernel)(const Parameters&, uint32_t), const Parameters& parameters) {
+void host_launch(cudaStream_t stream, uint32_t blocks, void (*kernel)(const Parameters&, uint32_t),
+                 const Parameters& parameters) {
   host_enqueue(stream, [=] { kernel(parameters, blocks); });
 }
 

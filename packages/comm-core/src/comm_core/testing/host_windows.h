@@ -2,9 +2,9 @@
 // launch runs at once.
 //
 // A test puts this before csrc/windows.cu and compiles both with a host compiler
-// (comm_core/testing/host_modules.py). So the entry points, the structs, the signals, the plan's arithmetic
-// and the copies of the copy engines are the real ones; what is written anew is how a kernel
-// divides its work among threads.
+// (comm_core/testing/host_modules.py). So the entry points, the structs, the signals, the plan's
+// arithmetic and the copies of the copy engines are the real ones; what is written anew is how a
+// kernel divides its work among threads.
 #pragma once
 
 #include <comm_core/testing/host_cuda.h>

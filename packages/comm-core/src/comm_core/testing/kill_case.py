@@ -38,7 +38,6 @@ SLACK_S = 4.0
 REPLAYS = 10
 
 
-
 def modules_of(plugin: str) -> list[ModuleSpec]:
     """Register the plugin ``module:attribute``, where it is not an installed one, and return what is to be built."""
     if not plugin:

@@ -1,4 +1,5 @@
-// The module of the memory pool: an arena that torch allocates in. Python side: comm_nvlink/pool.py.
+// The module of the memory pool: an arena that torch allocates in. Python side:
+// comm_nvlink/pool.py.
 #include <comm_core/abi.h>
 #include <comm_nvlink/arena.h>
 

@@ -99,12 +99,15 @@ struct comm_nvlink_exchange_args_v1 {
   const comm_nvlink_state_v1* state;
   const Table* table;                   // device memory
   const comm_nvlink_copies_v1* copies;  // host memory; null where the SMs do everything
-  const comm_nvlink_places_v1* places;  // host memory; null as well
+  const comm_nvlink_places_v1* places;  // host memory; null where the hosts did not meet
   const void* sources[comm::kMaxSources];
   void* landing;
   void* output;
   uint64_t window_offset;
-  uint64_t target_bytes;  // as in the table, like the next two
+  uint64_t target_bytes;    // as in the table
+  uint64_t half_bytes;      // of the landing, where it is doubled; else 0
+  uint64_t doubled_offset;  // where in the staging window the doubled staging begins
+  uint64_t doubled_bytes;   // of one half of it
   uint32_t window;
   uint32_t operation;
   uint32_t senders;  // 0: no SM is used while the copy engines work
@@ -229,6 +232,21 @@ int exchange_by_engines(const comm_nvlink_exchange_args_v1* args, const Exchange
   return COMM_OK;
 }
 
+// Where a small exchange goes at peers that are known to stage it (see ulysses.cuh, early).
+void set_early(const comm_nvlink_exchange_args_v1* args, ExchangeParams* params) {
+  params->early_half_bytes = args->doubled_bytes;
+  if (args->chunks != 0 || args->places == nullptr || args->target_bytes > args->doubled_bytes)
+    return;
+  const Session& session = *args->state->session;
+  for (uint32_t peer = 0; peer < session.world_size; ++peer) {
+    if (peer == session.rank || !((args->places->known >> peer) & 1)) continue;
+    if (args->places->window[peer] != args->staging_window) continue;
+    if (args->places->offset[peer] != args->doubled_offset) continue;
+    params->early[peer] = reinterpret_cast<char*>(
+        args->state->windows[args->staging_window].address[peer] + args->doubled_offset);
+  }
+}
+
 // The ranks whose rest the copy engines can move: those whose place is known.
 uint32_t engine_peers(const comm_nvlink_exchange_args_v1* args, uint32_t rank) {
   if (args->copies == nullptr || args->places == nullptr) return 0;
@@ -331,6 +349,7 @@ COMM_EXPORT int comm_nvlink_exchange_v1(const comm_nvlink_exchange_args_v1* args
   params.window = args->window;
   params.operation = args->operation;
   params.target_bytes = args->target_bytes;
+  params.half_bytes = args->half_bytes;
   params.senders = args->senders;
   params.chunks = args->chunks;
   params.record_bytes = args->record_bytes;
@@ -344,6 +363,7 @@ COMM_EXPORT int comm_nvlink_exchange_v1(const comm_nvlink_exchange_args_v1* args
   }
   COMM_REQUIRE(args->senders != 0, "no blocks, and nothing that the copy engines could do");
   params.announces = 1;
+  set_early(args, &params);
   return launch_exchange(params, args->copiers, args->stream);
 }
 

@@ -174,9 +174,9 @@ struct alignas(kLineBytes) SignalLine {
   uint32_t unused[31];
 };
 
-// Where a receiver wants its data: an offset in one of its windows. `epoch` is the flag. On a device
-// the three are stored and loaded as one word of 16 bytes: stored one after the other, the flag
-// would wait until the others have crossed the link and back. On the host the rest is written
+// Where a receiver wants its data: an offset in one of its windows. `epoch` is the flag. On a
+// device the three are stored and loaded as one word of 16 bytes: stored one after the other, the
+// flag would wait until the others have crossed the link and back. On the host the rest is written
 // before the flag.
 struct alignas(kLineBytes) Announcement {
   uint32_t epoch;

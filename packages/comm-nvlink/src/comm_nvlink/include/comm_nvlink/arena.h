@@ -63,7 +63,9 @@ class Arena {
     if (begin == at && end == at + size) taken_[at] = size;
   }
 
-  bool touches(uint64_t at, uint64_t size) const { return at < base_ + bytes_ && base_ < at + size; }
+  bool touches(uint64_t at, uint64_t size) const {
+    return at < base_ + bytes_ && base_ < at + size;
+  }
 
   // What is still taken.
   std::map<uint64_t, uint64_t> taken() {

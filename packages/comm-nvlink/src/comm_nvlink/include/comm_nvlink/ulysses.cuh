@@ -11,12 +11,17 @@
 // A receiver waits for a flag of every slice and of every chunk. It neither knows nor cares who
 // moved the bytes, so every sender chooses for itself.
 //
-// The first blocks serve one peer each: a block sends its slice to the peer, then waits for the same
-// slice *from* that peer, and for the peer's chunks; where the destination is staged, it copies each
-// from staging to the output as soon as it is there. No block waits for more than one peer
-// (comm_core/barrier.cuh, invariant 5 of the exchange). The other blocks copy this rank's own share.
-// They are apart because stores to a peer that wait for the link hold up every other store of their
-// SM: shared, the SMs would take the time for both, one after the other.
+// The first blocks serve one peer each: a block sends its slice to the peer, then waits for the
+// same slice *from* that peer, and for the peer's chunks; where the destination is staged, it
+// copies each from staging to the output as soon as it is there. No block waits for more than one
+// peer (comm_core/barrier.cuh, invariant 5 of the exchange). The other blocks copy this rank's own
+// share. They are apart because stores to a peer that wait for the link hold up every other store
+// of their SM: shared, the SMs would take the time for both, one after the other.
+//
+// Staging of small exchanges is doubled, one half for even and one for odd operations, and a sender
+// that knows (from the hosts, in a captured graph) that a peer stages stores there at once; it sees
+// the peer's announcement before it flags the data. That is safe: to have come to operation n + 2, it
+// has seen the peer's announcement of n + 1, and the peer announces that after it has copied n out.
 //
 // Flags of slices and chunks hold the number of the operation and are compared for equality. That
 // is exact: a sender writes the flag of a later operation only after this rank has announced that
@@ -29,9 +34,11 @@
 namespace comm {
 namespace nvlink {
 
-constexpr uint32_t kThreads = 512;
+// Few enough that two blocks fit a multiprocessor: then the next kernel's blocks can come and read their
+// records while this one's still wait.
+constexpr uint32_t kThreads = 256;
 constexpr uint32_t kMaxPeers = 8;    // ranks of a group
-constexpr uint32_t kMaxSlices = 160;  // blocks that serve one peer
+constexpr uint32_t kMaxSlices = 224;  // blocks that serve one peer
 constexpr uint32_t kMaxChunks = 8;
 
 // The flags of one peer's chunks, side by side so that one copy of the copy engines can set them
@@ -53,7 +60,7 @@ struct Flags {
 };
 
 static_assert(sizeof(ChunkFlags) == kLineBytes, "one peer's flags a line");
-static_assert(sizeof(Flags) == (8 * 160 + 8 + 8 + 1) * 128, "mirrored by comm_nvlink.launch");
+static_assert(sizeof(Flags) == (8 * 224 + 8 + 8 + 1) * 128, "mirrored by comm_nvlink.launch");
 
 // The work of one rank: a header, and a record for every block. A record is a list of lists of plan
 // entries: entries [first[i], first[i + 1]) for list i, with the entries after the starts, aligned
@@ -62,8 +69,8 @@ static_assert(sizeof(Flags) == (8 * 160 + 8 + 8 + 1) * 128, "mirrored by comm_nv
 // Written by comm_nvlink.table.
 struct Table {
   uint64_t target_bytes;
-  uint32_t senders;       // blocks that serve peers
-  uint32_t copiers;       // blocks that copy this rank's own share, after them
+  uint32_t senders;  // blocks that serve peers
+  uint32_t copiers;  // blocks that copy this rank's own share, after them
   uint32_t chunks;
   uint32_t record_bytes;  // of every block's record, a multiple of 16
                           // followed by the records
@@ -93,8 +100,8 @@ struct ExchangeParams {
   Session session;
   const Table* table;
   const char* sources[kMaxSources];
-  char* landing;  // this rank's memory that the peers write
-  char* output;   // where the data ends up; `landing` where the peers write it in place
+  char* landing;            // this rank's memory that the peers write
+  char* output;             // where the data ends up; `landing` where the peers write it in place
   Flags* flags[kMaxPeers];  // every rank's, as this rank maps them
   uint64_t window_offset;   // of `landing`
   uint32_t window;
@@ -108,6 +115,12 @@ struct ExchangeParams {
   // Where the host was told that rank p wants its data, for the ranks of `by_engines`.
   uint64_t expected_offset[kMaxPeers];
   uint32_t expected_window[kMaxPeers];
+  // The landing of operation n is `landing + (n % 2) * half_bytes`; 0 where it is not doubled.
+  uint64_t half_bytes;
+  // Doubled staging of rank p as this rank maps it, where the host was told that p stages this
+  // exchange there; else null, and its announcement is waited for.
+  char* early[kMaxPeers];
+  uint64_t early_half_bytes;
 };
 
 // Wait until `flag` holds exactly `target`; otherwise as wait_flag.
@@ -129,16 +142,31 @@ COMM_HD Wait wait_exactly(const uint32_t* flag, uint32_t target, const uint32_t*
 
 // Wait for a flag of `sender`. One thread. Whether it was reached.
 COMM_HD bool await_flag(const Call& call, const uint32_t* flag, uint32_t sender) {
-  Wait wait = wait_exactly(flag, call.epoch, &own_block(call)->abort.value,
-                           call.deadline_ns);
+  Wait wait = wait_exactly(flag, call.epoch, &own_block(call)->abort.value, call.deadline_ns);
   if (wait == Wait::kReached) return true;
   stop(call, wait, wait == Wait::kTimedOut ? culprit(call, sender) : sender);
   return false;
 }
 
+// Leave the operation, one thread of each of its `blocks` blocks, as `leave` does
+// (comm_core/barrier.cuh); but a block says whether it was complete. One that was not has seen the
+// abort word, so the last one need not look at it: that look would be the last thing before the
+// kernel ends, and as long as a small exchange's handshake.
+COMM_HD bool depart(const Call& call, uint32_t blocks, bool complete, bool* broken) {
+  constexpr uint32_t kStopped = 1u << 16;  // in the counter of blocks, above their number
+  SignalBlock* own = own_block(call);
+  uint32_t before = add_acq_rel(&own->exits.value, complete ? 1 : 1 + kStopped);
+  if (before % kStopped != blocks - 1) return false;
+  store_relaxed(&own->exits.value, 0);
+  *broken = !complete || before >= kStopped;
+  if (*broken) note_abort(own, call.operation, call.epoch, call.record);
+  store_relaxed(&own->epoch.value, call.epoch);
+  return true;
+}
+
 // Count this operation in the lines by which kernels of other modules on the same signals wait for
-// data (comm_core/barrier.cuh, mark_done), so that these never fall behind. Nobody waits for them in
-// this operation, so it is done early, when it costs nothing. A group.
+// data (comm_core/barrier.cuh, mark_done), so that these never fall behind. Nobody waits for them
+// in this operation, so it is done early, when it costs nothing. A group.
 COMM_HD void keep_up(const Call& call) {
 #if defined(__CUDA_ARCH__)
   uint32_t lane = threadIdx.x % 32;
@@ -151,19 +179,24 @@ COMM_HD void keep_up(const Call& call) {
 #endif
 }
 
+// A peer announced another place than its host had told this one's: the ranks run different calls.
+COMM_HD void refuse_announcement(const Call& call, uint32_t peer) {
+  Call bad = call;
+  bad.operation |= kBadAnnouncement;
+  stop(bad, Wait::kTimedOut, peer);
+}
+
 // The part of `open_kernel` that concerns one peer: wait for its announcement, and compare it with
 // what the host was told, because the copy engines are about to write there. One thread.
 //
-// The announcement of a peer that the SMs serve is not looked at: they may have served it by now, and
-// it may be announcing the next operation.
+// The announcement of a peer that the SMs serve is not looked at: they may have served it by now,
+// and it may be announcing the next operation.
 COMM_HD bool open_engine_peer(const ExchangeParams& p, const Call& call, uint32_t peer) {
   if (!((p.by_engines >> peer) & 1)) return true;
   if (open_peer(p.session, call, peer, p.target_bytes) == nullptr) return false;
   const Announcement& said = own_block(call)->ready[peer];
   if (said.window == p.expected_window[peer] && said.offset == p.expected_offset[peer]) return true;
-  Call bad = call;
-  bad.operation |= kBadAnnouncement;
-  stop(bad, Wait::kTimedOut, peer);
+  refuse_announcement(call, peer);
   return false;
 }
 
@@ -174,8 +207,8 @@ COMM_HD bool open_engine_peer(const ExchangeParams& p, const Call& call, uint32_
 template <int kLevels>
 constexpr uint32_t kInFlight = kLevels == 1 ? 3 : 2;
 
-// Vectors are numbered through all rows of an entry and dealt out to the threads one by one, so that
-// a few short rows keep as many threads busy as one long row. From one of its vectors a thread
+// Vectors are numbered through all rows of an entry and dealt out to the threads one by one, so
+// that a few short rows keep as many threads busy as one long row. From one of its vectors a thread
 // steps to the next by adding: where a vector lies is a number of mixed radix (place in the row,
 // row, ...), and divisions for each would cost more than the copy. `kLevels` are the innermost
 // levels of the entry; the others don't repeat.
@@ -308,18 +341,18 @@ __device__ __noinline__ bool copy_list(const Record* record, uint32_t list, char
   return true;
 }
 
-// The end of a kernel that settles the operation, in all threads of every block; `complete`: nothing
-// was left out in this block.
+// The end of a kernel that settles the operation, in all threads of every block; `complete`:
+// nothing was left out in this block.
 __device__ __forceinline__ void settle(const ExchangeParams& p, const Call& call, bool complete) {
-  __shared__ bool spoil;
   complete = __syncthreads_and(complete);
+  if (threadIdx.x >= 32) return;
+  bool spoil = false;
   if (threadIdx.x == 0) {
-    // Whoever left something out has seen the abort word.
-    bool last = leave(call, gridDim.x);
-    spoil = last && p.session.poison && aborted(call);
+    bool broken;
+    spoil = depart(call, gridDim.x, complete, &broken) && broken && p.session.poison;
   }
-  __syncthreads();
-  if (spoil) poison(p.output, p.target_bytes);
+  if (!__any_sync(0xffffffffu, spoil)) return;
+  for (uint64_t at = threadIdx.x; at < p.target_bytes; at += 32) p.output[at] = char(0xff);
 }
 
 // Bytes of a block's record that are brought to shared memory; one that is larger is read where it
@@ -338,12 +371,25 @@ __device__ __forceinline__ bool serve(const ExchangeParams& p, const Call& call,
   Flags* own = p.flags[session.rank];
   Flags* theirs = p.flags[peer];
 
-  if (threadIdx.x == 0)
+  const uint64_t half = (call.epoch & 1) * p.half_bytes;
+  char* early = p.early[peer];
+  if (early != nullptr) {
+    early += (call.epoch & 1) * p.early_half_bytes;
+    running = running && copy_list(record, kHead, early, p.sources, abort);
+  }
+  if (threadIdx.x == 0) {
     target = running ? open_peer(session, call, peer, p.target_bytes) : nullptr;
+    if (target != nullptr && early != nullptr && target != early) {
+      refuse_announcement(call, peer);
+      target = nullptr;
+    }
+  }
   running = __syncthreads_and(running);
   running = running && target != nullptr;
-  running = running && copy_list(record, kHead, target, p.sources, abort);
-  running = __syncthreads_and(running);
+  if (early == nullptr) {
+    running = running && copy_list(record, kHead, target, p.sources, abort);
+    running = __syncthreads_and(running);
+  }
   if (running && threadIdx.x == 0)
     store_release(&theirs->slice[session.rank][slice].value, call.epoch);
 
@@ -359,7 +405,7 @@ __device__ __forceinline__ bool serve(const ExchangeParams& p, const Call& call,
   }
 
   const bool staged = p.output != p.landing;
-  const char* landing[1] = {p.landing};
+  const char* landing[1] = {p.landing + half};
   for (uint32_t part = 0; running && part <= p.chunks; ++part) {
     if (threadIdx.x == 0) {
       const uint32_t* flag =
@@ -374,12 +420,12 @@ __device__ __forceinline__ bool serve(const ExchangeParams& p, const Call& call,
   return running;
 }
 
-__global__ void __launch_bounds__(kThreads, 1)
+__global__ void __launch_bounds__(kThreads, 2)
     exchange_kernel(const __grid_constant__ ExchangeParams p) {
   __shared__ alignas(16) char held[kRecordBytes];
   const Session& session = p.session;
-  const char* place = reinterpret_cast<const char*>(p.table) + kRecordsAt +
-                      uint64_t(blockIdx.x) * p.record_bytes;
+  const char* place =
+      reinterpret_cast<const char*>(p.table) + kRecordsAt + uint64_t(blockIdx.x) * p.record_bytes;
   const Record* record = reinterpret_cast<const Record*>(place);
   // Tables never change, so this need not wait for what is before this kernel in the stream.
   if (p.record_bytes <= kRecordBytes) {
@@ -394,7 +440,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const Call call = start(session, p.operation);
   bool running = !aborted(call);
   if (p.announces && blockIdx.x == 0 && threadIdx.x < 32 && __all_sync(0xffffffffu, running)) {
-    announce_to_all(call, p.window, p.window_offset);
+    announce_to_all(call, p.window, p.window_offset + (call.epoch & 1) * p.half_bytes);
     keep_up(call);
   }
   __syncthreads();  // the record is there
@@ -404,8 +450,8 @@ __global__ void __launch_bounds__(kThreads, 1)
         (session.rank + 1 + blockIdx.x % (session.world_size - 1)) % session.world_size;
     running = serve(p, call, record, peer, running);
   } else {
-    running = running &&
-              copy_list(record, kOwn, p.output, p.sources, &own_block(call)->abort.value);
+    running =
+        running && copy_list(record, kOwn, p.output, p.sources, &own_block(call)->abort.value);
   }
   settle(p, call, running);
 }
