@@ -39,6 +39,8 @@ from comm_core.windows.transport import blocks_per_peer
 from comm_core.windows.window import MAX_WINDOWS
 from comm_nvlink.transport import VARIABLES as NVLINK_VARIABLES
 from comm_nvlink.transport import NvlinkTransport
+from comm_pcie.plugin import plugin as pcie_plugin
+from comm_pcie.session import PcieSession
 
 
 def table(text: str, first_column: str) -> list[list[str]]:
@@ -224,6 +226,19 @@ def test_the_transports_table_is_true(read, root):
     # As windows, on which it stands; its own tests compare its session's properties with those.
     verified = ", ".join(NvlinkTransport.verified_on) or "nothing yet"
     assert rows["nvlink"][3:] == [*rows["windows"][3:-1], verified]
+    (pcie,) = pcie_plugin.comm_transports()
+    asked = [interface.Request("pcie", n, "cuda") for n in range(1, 20)]
+    able = [item.world_size for item in asked if pcie.assess(item, topologies.nvlink_mesh(item.world_size)).eligible]
+    assert tuple(able) == predicates.PCIE_SIZES
+    properties = PcieSession.properties
+    assert rows["pcie"][3:] == [
+        "refused",
+        yes[properties.registered_outputs],
+        yes[properties.graph_capturable],
+        yes[properties.peer_pointers],
+        "collective" if properties.shared_resources else "local",
+        ", ".join(pcie.verified_on) or "nothing yet",
+    ]
 
 
 def test_the_numbers_in_the_windows_page_are_the_code_s(read):
@@ -338,6 +353,7 @@ def test_commctl_commands_exist(read, page):
     """A page that tells users to run something that is not there."""
     commands = {command.name or getattr(command.callback, "__name__", "") for command in app.registered_commands}
     commands |= {group.typer_instance.info.name for group in app.registered_groups}
+    commands |= {name for name, _ in pcie_plugin.comm_commands()}
     assert set(re.findall(r"\bcommctl ([a-z]+)", read(page))) <= commands
 
 

@@ -1,7 +1,8 @@
-"""``python -m gpu.sanitizer_case``: two ranks that use every kernel of windows or NVLink, for compute-sanitizer.
+"""``python -m gpu.sanitizer_case``: ranks that use every kernel of a transport once, for compute-sanitizer.
 
-Rank 0 is the process that is started; it starts rank 1. Both compare what arrives and print ``rank N: ok``. Without
-MPS the ranks take turns on the GPU, and a sanitizer makes kernels many times slower: the deadline is scaled to that.
+Rank 0 is the process that is started; it starts the others. All compare what arrives and print ``rank N: ok``.
+Without MPS the ranks take turns on the GPU, and a sanitizer makes kernels many times slower: the deadline is scaled
+to that.
 
 ``--plant`` is the control: rank 1 stores past the end of its memory, which a sanitizer that sees it must report.
 """
@@ -13,6 +14,7 @@ import importlib
 import os
 import subprocess
 import sys
+import warnings
 from datetime import timedelta
 from typing import Any
 
@@ -25,7 +27,6 @@ from comm_core.testing import reference
 # torch's annotations leave out its stores.
 dist: Any = importlib.import_module("torch.distributed")
 
-_RANKS = 2
 _TIMEOUT_S = "300"
 
 
@@ -36,19 +37,21 @@ def device_of(rank: int) -> torch.device:
     return device
 
 
-def operand(rank: int, number: int) -> torch.Tensor:
+def operand(rank: int, number: int, ranks: int) -> torch.Tensor:
     """Return an operand whose rows are no multiple of 16 bytes, for vectors of all widths; on the host."""
-    return reference.make_input(number, rank, (2, 5, 6, 7), torch.bfloat16)
+    return reference.make_input(number, rank, (2, 5, 3 * ranks, 7), torch.bfloat16)
 
 
 def whole_heads(comm: UlyssesCommunicator, direct: bool) -> None:
     """Scatter and gather, into windows or through staging."""
-    every = [operand(rank, 1) for rank in range(_RANKS)]
+    every = [operand(rank, 1, comm.world_size) for rank in range(comm.world_size)]
     scattered = reference.scatter_heads(every)[comm.rank]
     x = every[comm.rank].to(comm.device)
     y = comm.allocate_output(x, "scatter_heads") if direct else torch.empty_like(scattered, device=comm.device)
-    comm.scatter_heads(x, out=y)
-    reference.assert_same_bits(y.cpu(), scattered)
+    # With one memory again and again a call becomes a graph, where a transport makes some.
+    for _ in range(3 if comm.backend == "pcie" else 1):
+        comm.scatter_heads(x, out=y)
+        reference.assert_same_bits(y.cpu(), scattered)
     z = comm.allocate_output(y, "gather_heads") if direct else torch.empty_like(x)
     comm.gather_heads(y, out=z)
     reference.assert_same_bits(z.cpu(), every[comm.rank])
@@ -56,14 +59,15 @@ def whole_heads(comm: UlyssesCommunicator, direct: bool) -> None:
 
 def head_chunk(comm: UlyssesCommunicator) -> None:
     """Exchange one band of heads: three sources into one output, and an output of which only a band is written."""
-    parts = [[operand(rank, number) for rank in range(_RANKS)] for number in (2, 3, 4)]
+    ranks = range(comm.world_size)
+    parts = [[operand(rank, number, comm.world_size) for rank in ranks] for number in (2, 3, 4)]
     query, key, value = (part[comm.rank].to(comm.device) for part in parts)
     out = comm.scatter_qkv_head_chunk(query, key, value, head_offset=1, head_count=2)
     expected = reference.scatter_qkv_head_chunk(*parts, head_offset=1, head_count=2)
     reference.assert_same_bits(out.cpu(), expected[comm.rank])
-    shape = (2, 10, 2, 7)
-    bands = [reference.make_input(5, rank, shape, torch.bfloat16) for rank in range(_RANKS)]
-    before = [operand(rank, 6) for rank in range(_RANKS)]
+    shape = (2, 5 * comm.world_size, 2, 7)
+    bands = [reference.make_input(5, rank, shape, torch.bfloat16) for rank in ranks]
+    before = [operand(rank, 6, comm.world_size) for rank in ranks]
     whole = before[comm.rank].to(comm.device)
     comm.gather_output_head_chunk(bands[comm.rank].to(comm.device), local_heads=3, head_offset=1, out=whole)
     after = reference.gather_output_head_chunk(bands, before, local_heads=3, head_offset=1)
@@ -73,13 +77,13 @@ def head_chunk(comm: UlyssesCommunicator) -> None:
 def small_gather(comm: UlyssesCommunicator) -> None:
     """Gather a few bytes and meet at a barrier."""
     session: Any = comm._session
-    value = torch.arange(37, dtype=torch.uint8, device=comm.device) + 100 * comm.rank
-    out = torch.zeros(_RANKS * 37, dtype=torch.uint8, device=comm.device)
+    value = torch.arange(37, dtype=torch.uint8, device=comm.device) + 27 * comm.rank
+    out = torch.zeros(comm.world_size * 37, dtype=torch.uint8, device=comm.device)
     session.all_gather_small(value, out)
     session.barrier()
     torch.cuda.synchronize()
     session.check()
-    expected = torch.cat([torch.arange(37, dtype=torch.uint8) + 100 * rank for rank in range(_RANKS)])
+    expected = torch.cat([torch.arange(37, dtype=torch.uint8) + 27 * rank for rank in range(comm.world_size)])
     assert torch.equal(out.cpu(), expected), out
 
 
@@ -87,34 +91,37 @@ _BACKENDS: dict[str, tuple[tuple[str, dict[str, Any], str], ...]] = {
     "windows": (("windows", {}, ""), ("windows-ce", {}, "")),
     # By the SMs, by both, and by the copy engines alone.
     "nvlink": (("nvlink", {}, ""), ("nvlink", {}, "0"), ("nvlink", {"max_sms": 0}, "")),
+    # Outputs are registered, and there are no head chunks.
+    "pcie": (("pcie", {}, ""),),
 }
 """Name of a case -> backend, arguments, and bytes from which on NVLink uses the copy engines."""
 
 
-def register_nvlink() -> None:
+def register(name: str) -> None:
     """Register the plugin of a source tree that is not installed."""
     from importlib.metadata import entry_points
 
-    from comm_nvlink.plugin import plugin
-
-    if not entry_points(group="comm_core.v1", name="nvlink"):
-        plugins.register("sanitizer case", plugin)
+    if not entry_points(group="comm_core.v1", name=name):
+        plugins.register("sanitizer case", importlib.import_module(f"comm_{name}.plugin").plugin)
 
 
-def run_rank(rank: int, store: Any, case: str) -> None:
-    """Run everything once, over the SMs and over the copy engines."""
-    if case == "nvlink":
-        register_nvlink()
+def run_rank(rank: int, ranks: int, store: Any, case: str) -> None:
+    """Run everything once, by each of the case's routes."""
+    if case != "windows":
+        register(case)
+    # Transports may say that they are experimental.
+    warnings.simplefilter("ignore", UserWarning)
     device = device_of(rank)
     timeout = timedelta(seconds=float(_TIMEOUT_S))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=_RANKS, timeout=timeout)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timeout)
     arguments: dict[str, Any] = {"max_bytes": 1 << 16, "dtype": torch.bfloat16, "device": device}
     for backend, more, engine_bytes in _BACKENDS[case]:
         os.environ["COMM_NVLINK_ENGINE_BYTES"] = engine_bytes
         with UlyssesCommunicator(backend=backend, **arguments, **more) as comm:
             whole_heads(comm, direct=True)
-            whole_heads(comm, direct=False)
-            head_chunk(comm)
+            if backend != "pcie":
+                whole_heads(comm, direct=False)
+                head_chunk(comm)
             small_gather(comm)
             torch.cuda.synchronize()
     dist.destroy_process_group()
@@ -135,26 +142,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plant", action="store_true")
     parser.add_argument("--backend", choices=sorted(_BACKENDS), default="windows")
-    parser.add_argument("--port", type=int, help="of rank 0's store: be rank 1")
+    parser.add_argument("--ranks", type=int, default=2, choices=(2, 4, 8))
+    parser.add_argument("--port", type=int, help="of rank 0's store: be another rank")
+    parser.add_argument("--rank", type=int, default=0)
     options = parser.parse_args()
     os.environ |= {"COMM_ALLOW_SHARED_GPU": "1", "COMM_TIMEOUT_S": _TIMEOUT_S, "GLOO_SOCKET_IFNAME": "lo"}
     first = options.port is None
     store: Any = dist.TCPStore(
         "127.0.0.1", options.port or 0, None, first, timedelta(seconds=float(_TIMEOUT_S)), wait_for_workers=False
     )
-    other = None
+    others: list[subprocess.Popen[bytes]] = []
     if first:
-        again = [sys.executable, "-m", "gpu.sanitizer_case", *sys.argv[1:], "--port", str(store.port)]
-        other = subprocess.Popen(again, stdin=subprocess.DEVNULL)
+        again = [sys.executable, "-m", "gpu.sanitizer_case", *sys.argv[1:], "--port", str(store.port), "--rank"]
+        others = [subprocess.Popen([*again, str(rank)], stdin=subprocess.DEVNULL) for rank in range(1, options.ranks)]
     try:
         if options.plant:
-            plant(0 if first else 1)
+            plant(options.rank)
         else:
-            run_rank(0 if first else 1, store, options.backend)
-        code = 0 if other is None else other.wait(float(_TIMEOUT_S))
+            run_rank(options.rank, options.ranks, store, options.backend)
+        code = max((other.wait(float(_TIMEOUT_S)) for other in others), default=0)
     finally:
-        if other is not None and other.poll() is None:
-            other.kill()
+        for other in others:
+            if other.poll() is None:
+                other.kill()
     raise SystemExit(code)
 
 

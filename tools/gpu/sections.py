@@ -176,14 +176,15 @@ def sanitizer(context: Context, section: Section) -> None:
     context = context.on_one_gpu().changed(PYTORCH_NO_CUDA_MEMORY_CACHING="1")
     case = _module("gpu.sanitizer_case")
     # Alone first: the case itself must pass, and the compiler must not run under the sanitizer.
-    nvlink = [*case, "--backend", "nvlink"]
-    for name, command in (("windows", case), ("nvlink", nvlink)):
+    cases = {"windows": case} | {name: [*case, "--backend", name] for name in ("nvlink", "pcie")}
+    for name, command in cases.items():
         done = context.run(f"sanitizer case, {name} alone", command, 90)
         if done.code != 0 or done.text.count(": ok") != 2:
             section.fail(f"the case of {name} does not pass by itself: {done.verdict}")
             return
     tools = ["memcheck", "synccheck"] if context.quick else ["memcheck", "synccheck", "racecheck"]
-    runs = {tool: (tool, case) for tool in tools} | {f"nvlink, {tool}": (tool, nvlink) for tool in tools}
+    runs = {tool: (tool, case) for tool in tools}
+    runs |= {f"{name}, {tool}": (tool, cases[name]) for name in ("nvlink", "pcie") for tool in tools}
     runs["a planted error"] = ("memcheck", [*case, "--plant"])
 
     port = _PORT.search(context.run("sanitizer, help", [program, "--help"], 20).text)
@@ -211,7 +212,9 @@ def sanitizer(context: Context, section: Section) -> None:
                 section.fail("the sanitizer does not report a planted write out of bounds: its silence means nothing")
         elif done.code != 0 or errors != 0 or done.text.count(": ok") != 2:
             section.fail(f"{name}: {errors} errors, {done.verdict}")
-    note = "Two ranks, windows and nvlink by each route: direct, staged, head chunks, a small gather, a barrier."
+    note = (
+        "Two ranks, each transport by each route: direct and staged outputs, head chunks, a small gather, a barrier."
+    )
     section.tables.append(Table("compute-sanitizer", ["run", "errors", "seconds"], rows, note))
 
 

@@ -22,6 +22,7 @@ __all__ = [
     "jit_timeout_s",
     "nvcc",
     "on_stall",
+    "pcie_route",
     "peer_memory",
     "timeout_s",
     "topology_file",
@@ -35,6 +36,7 @@ VARIABLES: dict[str, str] = {
     "COMM_ALLOW_SHARED_GPU": "1 on every rank: several ranks may share a GPU (for testing)",
     "COMM_ON_STALL": "poison (default): a stalled operation fills its outputs with NaN bytes; status: it does not",
     "COMM_PEER_MEMORY": "auto, vmm_fd or cuda_ipc, equal on all ranks: how ranks share device memory (default auto)",
+    "COMM_ULYSSES_PCIE_ROUTE": "auto, p2p, rdma, hybrid, prefer-rdma or prefer-hybrid, on all ranks: how 'pcie' goes",
     "COMM_TOPOLOGY_FILE": "a recorded topology (JSON) that replaces the probe",
     "COMM_BLOCK_PLUGINS": "comma-separated plugin names that are not loaded",
     "COMM_TRACE_HOOKS": "1: print every plugin hook call to standard error",
@@ -46,6 +48,7 @@ VARIABLES: dict[str, str] = {
 }
 """Name -> what it does. `commctl doctor` and the documentation print this table."""
 
+_PCIE_ROUTES = ("auto", "p2p", "rdma", "hybrid", "prefer-rdma", "prefer-hybrid")
 _PEER_MEMORY = ("auto", "vmm_fd", "cuda_ipc")
 
 _MAX_TIMEOUT_S = 24 * 3600.0
@@ -106,6 +109,14 @@ def peer_memory() -> str:
     value = os.environ.get("COMM_PEER_MEMORY") or "auto"
     if value not in _PEER_MEMORY:
         raise ArgumentValueError(f"COMM_PEER_MEMORY must be one of {', '.join(_PEER_MEMORY)}, got {value!r}")
+    return value
+
+
+def pcie_route() -> str:
+    """Return ``COMM_ULYSSES_PCIE_ROUTE``: the route that is asked of the PCIe transport, or ``"auto"``."""
+    value = os.environ.get("COMM_ULYSSES_PCIE_ROUTE") or "auto"
+    if value not in _PCIE_ROUTES:
+        raise ArgumentValueError(f"COMM_ULYSSES_PCIE_ROUTE must be one of {', '.join(_PCIE_ROUTES)}, got {value!r}")
     return value
 
 

@@ -82,7 +82,9 @@ class OverCommunicator(Contender):
         self._ranks = self.comm.world_size
 
     def modes(self, asked: Sequence[str]) -> list[str]:
-        """See `Contender.modes`: where `allocate_output` returns ordinary storage there is only one mode."""
+        """See `Contender.modes`: where `allocate_output` returns ordinary storage, or must be used, there is one."""
+        if self._session.properties.registered_outputs:
+            return [mode for mode in asked if mode == "direct"]
         special = type(self._session).allocate_output is not TransportSession.allocate_output
         return list(asked) if special else [mode for mode in asked if mode == "staged"]
 

@@ -24,6 +24,9 @@ _NVLINK: Mapping[str, Mapping[Geometry, float]] = {
 }
 """Of calls in a graph, two ranks with a GPU each, all pairs NVLink."""
 
+_PCIE: Mapping[str, Mapping[Geometry, float]] = {"direct": {_LARGE: 1.06, _WAN: 1.12}}
+"""The same for transport pcie, which runs over any link: its copies are those of the copy engines alone."""
+
 EAGER_OVER_GRAPH_US: Mapping[Geometry, float] = {_SMALL: 6.0}
 """Microseconds that an eager call of transport nvlink, direct, may take longer than one in a graph."""
 
@@ -49,7 +52,11 @@ def verdict(value: float | None, limit: float | None) -> str | None:
 
 def goal(backend: str, mode: str, geometry: Geometry, *, ranks: int, where: str) -> Goal:
     """Return what `backend` is to reach; nothing is promised but for two ranks with a GPU each."""
-    if backend != "nvlink" or ranks != 2 or where != "links":
+    if ranks != 2 or where != "links":
+        return Goal()
+    if backend == "pcie":
+        return Goal(_PCIE.get(mode, {}).get(geometry))
+    if backend != "nvlink":
         return Goal()
     eager = EAGER_OVER_GRAPH_US.get(geometry) if mode == "direct" else None
     return Goal(_NVLINK.get(mode, {}).get(geometry), eager)

@@ -157,6 +157,7 @@ def _wanted(options: Options, facts: Sequence[RankFacts]) -> Wanted:
         environment={
             "COMM_ALLOW_EXPERIMENTAL_AUTO_BACKENDS": str(int(options.experimental or _env.allow_experimental_auto())),
             "COMM_ALLOW_SHARED_GPU": str(int(_env.allow_shared_gpu())),
+            "COMM_ULYSSES_PCIE_ROUTE": _env.pcie_route(),
         },
     )
 

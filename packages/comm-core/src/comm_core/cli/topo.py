@@ -12,6 +12,7 @@ from comm_core.cli import output
 from comm_core.errors import ArgumentValueError
 from comm_core.topology import recorded
 from comm_core.topology.facts import SCHEMA, PairFacts, RankFacts
+from comm_core.topology.pcie import ancestor
 from comm_core.topology.probe import probe_machine
 
 if TYPE_CHECKING:
@@ -92,6 +93,7 @@ def show(facts: Sequence[RankFacts], out: Console, *, origin: str, details: bool
         out.print("  No GPU\n" if len(facts) == 1 else f"  On the CPU: {_ranks(cpu)}\n")
     if details:
         if on_gpu:
+            _paths(on_gpu, out)
             _identities(on_gpu, out)
         _hosts(facts, out)
         _versions(facts, out)
@@ -163,14 +165,19 @@ def _links(facts: Sequence[RankFacts], out: Console) -> None:
         _legend((item for item in (*_DISTANCES.values(), ("?", "unknown")) if item[0] in seen), out)
 
 
+def _paths(facts: Sequence[RankFacts], out: Console) -> None:
+    rows = [(str(record.rank), record.device.pcie_path.replace("/", " ")) for record in facts]
+    if any(path for _, path in rows):
+        output.columns("PCIe path (bridges above each rank's device)", ((n, path or "?") for n, path in rows), out)
+
+
 def _legend(items: Iterable[tuple[str, str]], out: Console) -> None:
     output.note("; ".join(f"{word} = {text}" for word, text in items), out)
 
 
 def _distance(record: RankFacts, peer: RankFacts) -> str:
-    pair = record.peers.get(peer.device.uuid)
-    ancestor = None if pair is None else pair.common_ancestor
-    return "?" if ancestor is None else _DISTANCES.get(ancestor, (ancestor, ""))[0]
+    found = ancestor(record, peer)
+    return "?" if found is None else _DISTANCES.get(found, (found, ""))[0]
 
 
 def _identities(facts: Sequence[RankFacts], out: Console) -> None:

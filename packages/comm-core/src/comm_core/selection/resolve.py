@@ -171,6 +171,7 @@ def _environment(group: Group) -> dict[str, str]:
         "COMM_ALLOW_SHARED_GPU": str(int(_env.allow_shared_gpu())),
         "COMM_CHECK": str(int(_env.check())),
         "COMM_PEER_MEMORY": _env.peer_memory(),
+        "COMM_ULYSSES_PCIE_ROUTE": _env.pcie_route(),
         "COMM_TIMEOUT_S": f"{group.timeout_s:g}",
     }
     for name in _COMPARED_VARIABLES:

@@ -159,6 +159,7 @@ class DeviceFacts:
     `uuid` is ``"GPU-…"`` or ``"MIG-…"``, or empty where it could not be established. `pci_bus_id` is spelled as in
     sysfs. `numa_node` is None where the system does not say (sysfs -1). `mig` is whether the device is a MIG slice or
     a GPU that is split into slices. `nvlinks` counts active links of the GPU; it says nothing about any pair.
+    `pcie_path` is the bridges above it (`comm_core.topology.pcie`), or empty.
     """
 
     kind: str = "cpu"
@@ -172,6 +173,7 @@ class DeviceFacts:
     memory_bytes: int | None = None
     nvlinks: int | None = None
     fabric: FabricFacts | None = None
+    pcie_path: str = ""
 
 
 @dataclass(frozen=True)

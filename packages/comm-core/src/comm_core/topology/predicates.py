@@ -54,7 +54,7 @@ NVLINK_SIZES = (2, 4, 6, 8)
 """Group sizes of the NVLink backend."""
 PCIE_SIZES = (1, 2, 4, 8)
 """Group sizes of the PCIe backend."""
-PCIE_ROUTES = ("auto", "p2p", "rdma", "hybrid")
+PCIE_ROUTES = ("auto", "p2p", "rdma", "hybrid", "prefer-rdma", "prefer-hybrid")
 """Routes of the PCIe backend that can be asked for."""
 MNNVL_MIN_RANKS = 2
 """Smallest group of the multi-node NVLink backend."""
@@ -495,6 +495,7 @@ def _verdict(verified: str, *checks: Callable[[], Reason]) -> Verdict:
 def _p2p_route(route: str) -> Reason:
     if route not in PCIE_ROUTES:
         return f"route must be one of {', '.join(PCIE_ROUTES)}, got {route!r}"
+    # "prefer-…" takes peer-to-peer access where there are no NICs; who opens the transport warns.
     if route in ("rdma", "hybrid"):
         return f"route {route!r} needs NICs, and no rank has probed any (comm-pcie provides the probe)"
     return None

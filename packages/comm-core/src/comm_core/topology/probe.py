@@ -19,6 +19,7 @@ from comm_core import _cuda, _env, _nvml
 from comm_core._version import __version__
 from comm_core.topology import recorded
 from comm_core.topology.facts import DeviceFacts, HostFacts, PairFacts, RankFacts
+from comm_core.topology.pcie import pcie_path
 
 if TYPE_CHECKING:
     import torch
@@ -179,6 +180,7 @@ def _collect_cuda(draft: _Draft, device: torch.device, sysfs: Path) -> None:
         name=own.name,
         pci_bus_id=own.pci_bus_id,
         numa_node=numa_node(own.pci_bus_id, sysfs),
+        pcie_path=pcie_path(own.pci_bus_id, sysfs),
         mig=True if own.uuid.startswith("MIG-") else None,
         compute_capability=own.compute_capability,
         memory_bytes=own.memory_bytes,
@@ -249,6 +251,7 @@ def _from_nvml(device: DeviceFacts, nvml: _nvml.Nvml, own: _nvml.NvmlDevice, sys
         name=device.name or nvml.name(own) or "",
         pci_bus_id=pci_bus_id,
         numa_node=numa_node(pci_bus_id, sysfs),
+        pcie_path=pcie_path(pci_bus_id, sysfs),
         mig=True if device.mig else nvml.mig(own),
         compute_capability=device.compute_capability or nvml.compute_capability(own) or "",
         memory_bytes=nvml.memory_bytes(own) if device.memory_bytes is None else device.memory_bytes,

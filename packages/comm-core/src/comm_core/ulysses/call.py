@@ -7,14 +7,16 @@ from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 
+from comm_core._dtypes import dtype_name
 from comm_core._json import Json, JsonObject, canonical
 from comm_core.consensus import describe
 from comm_core.errors import JointValueError
 from comm_core.group import Group
 from comm_core.transport.plan import Plan
+from comm_core.ulysses.validation import Shape
 from comm_core.ulysses.workspace import UlyssesWorkspace
 
-__all__ = ["AnyCall", "Call", "Comparable", "agree"]
+__all__ = ["AnyCall", "Call", "Comparable", "agree", "agree_output"]
 
 
 class Call(NamedTuple):
@@ -91,6 +93,43 @@ def agree(group: Group, what: str, communicator: str, number: int, prepare: Call
         )
     assert call is not None
     return call
+
+
+def agree_output(
+    group: Group, operation: object, prepare: Callable[[], tuple[Shape, torch.dtype]]
+) -> tuple[Shape, torch.dtype]:
+    """Check on every rank what output is asked for and compare, before any memory is allocated. Collective.
+
+    Args:
+        group: the ranks.
+        operation: as the caller passed it.
+        prepare: checks this rank's arguments; returns the output's shape and element type.
+
+    Raises:
+        CommError: this rank's own arguments are bad; the others raise a `JointValueError` that says so.
+        JointValueError: another rank's arguments are bad, or the ranks ask for different outputs.
+        GroupTimeoutError: a rank did not call.
+    """
+    own: Exception | None = None
+    wanted: tuple[Shape, torch.dtype] | None = None
+    record: dict[str, Json] = {}
+    try:
+        wanted = prepare()
+        record["output"] = f"{operation} into {wanted[0]} of {dtype_name(wanted[1])}"
+    except Exception as error:
+        own = error
+        record["error"] = describe(error)
+    records = cast("list[Mapping[str, Any]]", group.gather("allocate_output", record))
+    if own is not None:
+        raise own
+    failed = {rank: str(item["error"]) for rank, item in enumerate(records) if "error" in item}
+    if failed:
+        raise JointValueError("allocate_output: refused on another rank, nothing was allocated", failed)
+    texts = {rank: str(item["output"]) for rank, item in enumerate(records)}
+    if len(set(texts.values())) > 1:
+        raise JointValueError("allocate_output: the ranks ask for different outputs, nothing was allocated", texts)
+    assert wanted is not None
+    return wanted
 
 
 def _text(record: Mapping[str, Any]) -> str:

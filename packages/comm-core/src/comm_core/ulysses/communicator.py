@@ -29,11 +29,11 @@ from comm_core.transport.interface import TransportSession
 from comm_core.transport.opening import Opened, open_transport
 from comm_core.ulysses import validation
 from comm_core.ulysses.arguments import Arguments
-from comm_core.ulysses.call import AnyCall, Call, agree
+from comm_core.ulysses.call import AnyCall, Call, agree, agree_output
 from comm_core.ulysses.codec import CodecHost, CodecWorkspace, EncodedCall, find_codec
 from comm_core.ulysses.decision import UlyssesBackendDecision, passthrough
 from comm_core.ulysses.preparation import Preparation
-from comm_core.ulysses.validation import Limits, positive_int
+from comm_core.ulysses.validation import Limits, Shape, positive_int
 from comm_core.ulysses.workspace import UlyssesWorkspace
 
 if TYPE_CHECKING:
@@ -357,10 +357,20 @@ class UlyssesCommunicator:
             As `scatter_heads`.
         """
         self._usable("allocate_output")
-        if op not in _OPERATIONS:
-            raise ArgumentValueError(f"op must be one of {_OPERATIONS}, got {op!r}")
-        element = self._limits.element(dtype)
-        shape = self._preparation.output_shape(op, validation.check_operand(x, "x", self._limits, element))
+
+        def wanted() -> tuple[Shape, torch.dtype]:
+            if op not in _OPERATIONS:
+                raise ArgumentValueError(f"op must be one of {_OPERATIONS}, got {op!r}")
+            element = self._limits.element(dtype)
+            return self._preparation.output_shape(
+                op, validation.check_operand(x, "x", self._limits, element)
+            ), element
+
+        if self._session is not None and self._session.properties.shared_resources:
+            # A rank that refuses its arguments alone would leave the others in the middle of an allocation.
+            shape, element = agree_output(self._group, op, wanted)
+        else:
+            shape, element = wanted()
         with self._on_device():
             if self._session is None:
                 return torch.empty(shape, dtype=element, device=self.device)

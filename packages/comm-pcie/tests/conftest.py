@@ -1,0 +1,99 @@
+"""What several test files of comm-pcie need: its modules, compiled for the host.
+
+A module's source is compiled as it is, but for its launches: ``kernel<<<grid, block, shared, stream>>>(arguments)``
+becomes a call in stream order of ``kernel(arguments)``, a host function of the same name. ``host_runtime.h`` has
+streams, events, graphs, copies and memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import subprocess
+from collections.abc import Iterator
+from importlib import resources
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import comm_core
+from comm_core.jit import Module, ModuleSpec
+from comm_core.jit.cache import Artifact
+from comm_core.testing.host_modules import HOST_WINDOWS, compile_for_host
+from comm_core.windows.launch import WINDOWS
+from comm_pcie import selftest
+from comm_pcie.exchange import EXCHANGE
+from comm_pcie.selftest import SELFTEST
+
+HERE = Path(__file__).parent
+_LAUNCH = re.compile(r"([\w:]+)<<<(.*?)>>>\((.*?)\);", re.DOTALL)
+
+
+class Hosted(NamedTuple):
+    """The modules of a communicator over ``pcie``."""
+
+    windows: Module
+    exchange: Module
+    selftest: Module
+
+    @property
+    def library(self) -> ctypes.CDLL:
+        """The library of the exchange, to order failures and to count."""
+        library = ctypes.CDLL(str(self.exchange.artifact.path))
+        library.host_fail.argtypes = [ctypes.c_char_p, ctypes.c_int]
+        library.host_problem.restype = ctypes.c_char_p
+        for name in ("host_alive", "host_copied", "host_graphs_launched"):
+            getattr(library, name).restype = ctypes.c_uint64
+        return library
+
+
+def loaded(spec: ModuleSpec, library: Path) -> Module:
+    return Module(spec, Artifact(spec.name, "host", library, {"archs": []}, {}))
+
+
+def build(spec: ModuleSpec, kernels: Path, folder: Path, *flags: str) -> Module:
+    """Compile a module with its kernels from the header `kernels`."""
+    sources: list[str] = []
+    for name in spec.sources:
+        text, launches = _LAUNCH.subn(
+            r"host_launch(HOST_STREAM(\2), std::bind(\1, \3));", spec.read_source(name).decode()
+        )
+        assert launches and "<<<" not in text, f"{name}: a launch that is spelled otherwise"
+        source = folder / f"{Path(name).stem}.cpp"
+        runtime = HERE / "host_runtime.h"
+        source.write_text(f'#include "{runtime}"\n#include "{kernels}"\n{text}', encoding="utf-8")
+        sources.append(str(source))
+    includes = [f"-I{resources.files(package) / 'include'}" for package in spec.include_packages]
+    library = folder / f"{spec.name}.so"
+    command = ["g++", "-std=c++17", "-O1", "-Wall", "-Wno-unknown-pragmas", "-fPIC", "-shared", "-pthread", *flags]
+    subprocess.run([*command, *includes, "-o", str(library), *sources], check=True, timeout=120)
+    return loaded(spec, library)
+
+
+@pytest.fixture(scope="session")
+def modules(tmp_path_factory: pytest.TempPathFactory) -> Hosted:
+    """The modules, compiled for the host once."""
+    folder = lambda name: tmp_path_factory.mktemp(name)  # noqa: E731
+    # Links of the test of links can be broken, and its two ends run at the same time.
+    flags = ["-DHOST_ASYNC", "-DHOST_COPY=link_copy", '-DHOST_MAY_ACCESS(a,b)=(!link_fault("deny",a,b))']
+    declared = folder("links") / "links.h"
+    declared.write_text(
+        "#include <stddef.h>\n"
+        "static inline void link_copy(char*, const char*, size_t, int);\n"
+        "static inline bool link_fault(const char*, int, int);\n"
+    )
+    core = Path(comm_core.__file__).parent
+    return Hosted(
+        loaded(WINDOWS, compile_for_host(WINDOWS, core, HOST_WINDOWS, folder("windows"))),
+        build(EXCHANGE, HERE / "host_exchange.h", folder("exchange"), "-Werror"),
+        build(SELFTEST, HERE / "host_selftest.h", folder("selftest"), f"-include{declared}", *flags),
+    )
+
+
+@pytest.fixture(autouse=True)
+def _no_verdicts() -> Iterator[None]:
+    """Links are tested anew in each test."""
+    selftest.forget()
+    yield
+    selftest.forget()
