@@ -275,7 +275,7 @@ class Pitched:
     def runs(self, number: int) -> list[Run]:
         return [
             (source, at + row * pitch, to + row * to_pitch, width)
-            for _, _, pitch, to_pitch, width, height, source in self.lists[number]
+            for at, to, pitch, to_pitch, width, height, source in self.lists[number]
             for row in range(height)
         ]
 
