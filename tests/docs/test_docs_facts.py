@@ -358,7 +358,7 @@ def test_names_to_migrate_to_exist(read):
                 assert [part for part in shown if part != "*"] == real, item
             seen.add(what)
     public = {name for name in vars(UlyssesCommunicator) if not name.startswith("_")}
-    assert public - seen == {"dtype", "device", "rank", "world_size", "bytes_sent", "check"}
+    assert public - seen == {"dtype", "device", "rank", "world_size", "bytes_sent", "memory_pool", "check"}
 
 
 # Links
