@@ -120,10 +120,10 @@ def test_parts_are_in_order_complete_and_near_what_was_asked_for(data: Any) -> N
     ends = sorted(align(copies, data.draw(st.integers(0, total))) for _ in range(2))
     if data.draw(st.booleans()):
         parts = data.draw(st.integers(1, 40))
-        shares, found = [1 / parts] * parts, evenly(copies, *ends, parts)
+        shares, found = [1 / parts] * parts, evenly(copies, ends[0], ends[1], parts)
     else:
         shares = data.draw(st.sampled_from([(1.0,), (0.65, 0.35), (0.5, 0.35, 0.15), (0.4, 0.3, 0.2, 0.1)]))
-        found = edges(copies, *ends, shares)
+        found = edges(copies, ends[0], ends[1], shares)
     assert found[0] == ends[0] and found[-1] == ends[1] and list(found) == sorted(found)
     assert len(found) == len(shares) + 1
     granule = max(512 if row > 1 << 16 else row, 1)
@@ -259,7 +259,10 @@ def read_table(data: bytes) -> Lists:
         return [(source, s, t, row_bytes) for s, t in rows]
 
     return Lists(
-        *header[:4],
+        header[0],
+        header[1],
+        header[2],
+        header[3],
         [[[run for entry in entries for run in rows_of(entry)] for entries in lists] for lists in records],
     )
 
