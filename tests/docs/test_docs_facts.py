@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import comm_core
+import comm_lowp
 import dev
 from comm_core import UlyssesCommunicator, _env, errors, known
 from comm_core._dtypes import check_dtype
@@ -88,6 +89,33 @@ def test_every_variable_is_documented_and_no_other(read, root):
     kit = root / "packages" / "comm-core" / "src" / "comm_core" / "testing"
     source = "".join(path.read_text(encoding="utf-8") for path in (*root.glob("tools/*.py"), *kit.glob("*.py")))
     assert others == set(VARIABLE.findall(source)) - set(_env.VARIABLES)
+
+
+def test_the_variables_of_comm_lowp_are_documented(read):
+    """Those that the package reads, and no other."""
+    from comm_lowp import _env as lowp
+
+    rows = table(read("docs/environment.md"), "variable of comm-lowp")
+    assert [names(row[0])[0] for row in rows] == list(lowp.VARIABLES)
+
+
+def test_the_layouts_of_the_low_precision_page_are_the_code_s(read):
+    """Groups, largest values and widths, which a consumer relies on."""
+    from comm_lowp.sage2.grid import SM89_SM120, SM90
+    from comm_lowp.sage2.reference import V_SOURCE_ROWS
+
+    text = read("docs/lowp.md")
+    rows = {row[0]: row[1:] for row in table(text, "layout")}
+    for column, layout in enumerate((SM90, SM89_SM120)):
+        assert rows["rows of a Q, K group"][column] == f"{layout.q_group}, {layout.k_group}"
+        assert rows["V is scaled to"][column].partition(":")[0] == f"{layout.v_max:g}"
+        assert rows["V's last dimension"][column] == f"S rounded up to {layout.v_block}"
+        assert rows["width of Q scales for n rows"][column] == f"`4 * ceil(n / {layout.q_block})`"
+        assert layout.q_block // layout.q_group == 4
+        assert rows["width of K scales"][column] == f"`ceil(n / {layout.k_group})`"
+        capabilities = ", ".join(f"{major}.{minor}" for major, minor in layout.capabilities)
+        assert capabilities in rows["devices"][column]
+    assert f"`{' '.join(map(str, V_SOURCE_ROWS))}`[x]" in text
 
 
 def test_pages_name_no_other_variable(read, page):
@@ -351,6 +379,7 @@ def test_names_to_migrate_to_exist(read):
         for item in names(name):
             what, _, arguments = item.rstrip(")").partition("(")
             found = getattr(comm_core, what, None) or getattr(UlyssesCommunicator, what, None)
+            found = found or getattr(comm_lowp, what, None)
             assert (found is None) == (kind.strip() == "absent"), item
             if found is not None and arguments and arguments != "…":
                 shown = [part.strip() for part in arguments.split(",")]

@@ -117,8 +117,9 @@ def test_json_is_alone_on_standard_output(plugin: Any, capfd: pytest.CaptureFixt
     capfd.readouterr()
     assert commctl("plugins", "--json") == 0
     captured = capfd.readouterr()
-    names = [item["name"] for item in json.loads(captured.out)["plugins"]]
-    assert names == ["dist", "noisy"]
+    reports = json.loads(captured.out)["plugins"]
+    # Plugins that are installed here are kept out of tests, and listed as that.
+    assert [item["name"] for item in reports if item["state"] != "blocked"] == ["dist", "noisy"]
     assert "noise from Python" in captured.err and "noise from C" in captured.err
     # And standard output is what it was.
     os.write(1, b"still here\n")
@@ -191,7 +192,9 @@ def test_an_unknown_command_names_the_plugin_that_may_have_had_it(plugin: Any, c
     assert "plugin 'foo' is broken" in error and "libfoo.so is missing" in error and "No such command" in error
 
 
-def test_plugins_lists_what_became_of_each(plugin: Any, capsys: pytest.CaptureFixture[str]):
+def test_plugins_lists_what_became_of_each(
+    plugin: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     """A broken plugin is listed with its cause, costs exit code 1 with --strict alone, and hides nobody else."""
 
     class Broken:
@@ -212,4 +215,5 @@ def test_plugins_lists_what_became_of_each(plugin: Any, capsys: pytest.CaptureFi
     keys = {"name", "distribution", "version", "api", "state", "error", "warnings", "transports", "codecs"}
     assert set(reports["dist"]) == keys | {"allreduce", "modules", "seconds"}
     plugins.unregister("newer")
+    monkeypatch.delenv("COMM_BLOCK_PLUGINS")
     assert commctl("plugins", "--strict") == 0

@@ -36,11 +36,12 @@ from comm_core._dist import TorchStore
 from comm_core.errors import ArgumentTypeError, ArgumentValueError, ClosedError, GroupTimeoutError, UnsupportedError
 from comm_core.group import thread_groups
 from comm_core.plugins import register, unregister
+from comm_core.plugins.discovery import Registry
 from comm_core.plugins.hookspecs import hookimpl
 from comm_core.testing.ranks import RankPool
 from comm_core.transport.dist import DistSession
 from comm_core.transport.interface import Transport, Verdict
-from comm_core.ulysses import validation
+from comm_core.ulysses import codec, validation
 
 F32 = torch.float32
 
@@ -522,10 +523,14 @@ def test_a_closed_communicator_says_so_and_closes_again_quietly() -> None:
             call()
 
 
-def test_encodings_say_what_to_install() -> None:
+def test_encodings_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    # comm-lowp may well be installed here.
+    monkeypatch.setattr(codec, "registry", Registry)
     with single() as comm:
         with pytest.raises(CommError, match="pip install comm-lowp"):
             comm.prepare_qkv((1, 2, 4, 64))
+        with pytest.raises(CommError, match="quantization must be a str, got int"):
+            comm.prepare_qkv((1, 2, 4, 64), quantization=4)
         with pytest.raises(ArgumentTypeError, match="prepare_qkv"):
             comm.scatter_qkv(x4(), x4(), x4(), workspace=object())
         with pytest.raises(UnsupportedError, match="comm-pcie"):

@@ -363,6 +363,30 @@ def test_a_graph_reaches_windows_that_are_younger(module: Module) -> None:
     assert run_threads(3, old_struct, module) == [True] * 3
 
 
+def launches(group: Group, module: Module) -> tuple[bool, bool, str]:
+    """What kernels of others get before and after a window was added, and after a stall."""
+    opened = open_session(group, module)
+    before = opened.launch_context()[1]
+    first = ctypes.string_at(before, len(opened._packed.raw)) == opened._packed.raw
+    opened.window(16)
+    after = opened.launch_context()[1]
+    second = ctypes.string_at(after, len(opened._packed.raw)) == opened._packed.raw
+    opened._record_bytes[:4] = (1).to_bytes(4, "little")
+    text = ""
+    try:
+        opened.launch_context()
+    except PeerStalledError as error:
+        text = str(error)
+    opened.close()
+    return first, second, text
+
+
+def test_kernels_of_others_get_the_sessions_struct(module: Module) -> None:
+    """The struct in force, also after a window was added; and nothing after a stall."""
+    for first, second, text in run_threads(2, launches, module):
+        assert first and second and "gave up waiting for rank 0" in text
+
+
 # Stalls
 
 

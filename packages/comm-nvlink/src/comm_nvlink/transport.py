@@ -35,7 +35,9 @@ _SMS = 96
 """Multiprocessors of an exchange on a GPU of its own, of 132 on an H100 or H200, 148 on a B200 and 108 on an A100. A
 third of them copies this rank's own share."""
 _SHARED_SMS = 48
-"""The same for all ranks' kernels that share one GPU: they wait for each other, so all must be on it at once."""
+"""The same for all ranks' kernels that share one GPU: they wait for each other, so all must be on it at once. From
+compute capability 9.0 on the blocks of each rank's next call may be there already, waiting for the current one: twice
+as many."""
 
 
 def _engine_bytes() -> int | None:

@@ -21,7 +21,7 @@ from comm_core.testing.device_contract import DeviceCase, DeviceContract, expect
 from comm_core.testing.ranks import FunctionRef, RankPool
 from comm_core.testing.reference import assert_same_bits, make_input
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.installed_plugins]
 
 SIZES = tuple(int(size) for size in os.environ.get("GPU_CHECK_SIZES", "2,4,8").split(","))
 ENGINES = {"COMM_NVLINK_ENGINE_BYTES": "0"}

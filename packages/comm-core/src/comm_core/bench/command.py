@@ -38,6 +38,7 @@ class Options:
     device: str = "auto"
     ranks: int | None = None
     quick: bool = False
+    cold: bool = False
     compare: bool = True
     json: Path | None = None
     plot: Path | None = None
@@ -153,7 +154,7 @@ class _Runner:
         batches = 3 if self.options.quick else 5
         self.part("floor", self.floor)
         for backend, own, options in self.jobs(modes):
-            job = ulysses.Job(self.placement, backend, own, fit, batches, options=options)
+            job = ulysses.Job(self.placement, backend, own, fit, batches, options=options, cold=self.options.cold)
             named = backend in self.options.backends and not set(own) & (set(_NEEDS) - set(self.options.modes))
             # What can't be opened at all need not be tried with further arguments.
             if backend not in self.refused:

@@ -91,8 +91,14 @@ def meet(group: Any) -> None:
     largest(group, 0.0)
 
 
-def sets_of(operand_bytes: int) -> int:
-    """Return how many operands and outputs a loop goes round, so that no second-level cache holds all of them."""
+def sets_of(operand_bytes: int, cold: bool = False) -> int:
+    """Return how many operands and outputs a loop goes round.
+
+    One: a serving process uses the same buffers again and again, and what an exchange sends was computed a moment
+    ago. With `cold`, so many that no second-level cache holds all of them.
+    """
+    if not cold:
+        return 1
     return max(2, min(_MAX_SETS, -(-_CACHE_BYTES // (2 * operand_bytes))))
 
 

@@ -43,6 +43,7 @@ class Job:
         operations: to go through.
         batches: that a figure is the median of.
         options: further arguments of the communicator.
+        cold: whether a loop goes round so many operands that no cache holds them.
     """
 
     placement: Placement
@@ -52,6 +53,7 @@ class Job:
     batches: int
     operations: tuple[str, ...] = OPERATIONS
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    cold: bool = False
 
 
 class PartError(CommError, RuntimeError):
@@ -146,7 +148,8 @@ def _open(group: Any, job: Job, device: torch.device) -> Contender:
     if job.backend == ALL_TO_ALL:
         return AllToAll(group, device, most)
     together = max(
-        geometry.operand_bytes(ranks) * timing.sets_of(geometry.operand_bytes(ranks)) for geometry in job.geometries
+        geometry.operand_bytes(ranks) * timing.sets_of(geometry.operand_bytes(ranks), job.cold)
+        for geometry in job.geometries
     )
     if job.backend == SYMMETRIC_MEMORY:
         return SymmetricMemory(group, device, together)
@@ -155,7 +158,7 @@ def _open(group: Any, job: Job, device: torch.device) -> Contender:
         # For all geometries: what torch has divided for one of them does not always serve the next. And a little more
         # for the steps in which it takes memory.
         sizes = [geometry.operand_bytes(ranks) for geometry in job.geometries]
-        options["pool_bytes"] = sum(timing.sets_of(nbytes) * nbytes for nbytes in sizes) + 128 * MIB
+        options["pool_bytes"] = sum(timing.sets_of(nbytes, job.cold) * nbytes for nbytes in sizes) + 128 * MIB
     return OverCommunicator(group, job.backend, device, most, options)
 
 
@@ -169,7 +172,7 @@ class _Bench:
     def row(self, geometry: Geometry, operation: str, mode: str) -> Row:
         began = time.perf_counter()
         nbytes = geometry.operand_bytes(self.ranks)
-        numbers = range(timing.sets_of(nbytes))
+        numbers = range(timing.sets_of(nbytes, self.job.cold))
         xs = [operand(geometry, operation, self.rank, self.ranks, number, self.device) for number in numbers]
         outs = self.contender.outputs(geometry, mode, xs, operation)
 

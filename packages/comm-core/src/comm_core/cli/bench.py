@@ -95,6 +95,7 @@ def ulysses(
         _Device, typer.Option("--device", help="auto takes CUDA where torch sees a GPU.")
     ] = _Device.auto,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer geometries and batches.")] = False,
+    cold: Annotated[bool, typer.Option("--cold", help="Go round so many operands that no cache holds them.")] = False,
     compare: Annotated[
         bool, typer.Option("--compare/--no-compare", help="Also measure what torch offers for the same job.")
     ] = True,
@@ -123,6 +124,7 @@ def ulysses(
         device=device.value,
         ranks=ranks,
         quick=quick,
+        cold=cold,
         compare=compare,
         json=json,
         plot=plot,

@@ -1,6 +1,7 @@
 """Commands that plugins add to ``commctl``. What is wrong with one of them costs that one and no other.
 
-A name of two words is a command below a command of ``commctl`` that takes some: ``bench lowp`` is a benchmark.
+A name of two words is a command below a command of ``commctl`` that takes some: ``bench lowp`` is a benchmark,
+``demo lowp`` a demonstration.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from comm_core.plugins.discovery import Registry, registry
 
 __all__ = ["command_apps", "plugin_command", "plugin_commands_below"]
 
-_EXTENSIBLE = ("bench",)
+_EXTENSIBLE = ("bench", "demo")
 """Commands of ``commctl`` below which plugins may put theirs."""
 
 

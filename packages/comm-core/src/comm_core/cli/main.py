@@ -15,7 +15,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from comm_core.cli import bench, jit
+from comm_core.cli import bench, demo, jit
 from comm_core.errors import CommError
 
 __all__ = ["app", "main"]
@@ -48,6 +48,7 @@ app = typer.Typer(
 )
 
 app.add_typer(bench.app)
+app.add_typer(demo.app)
 app.add_typer(jit.app)
 
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]

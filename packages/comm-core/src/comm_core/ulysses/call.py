@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 
@@ -14,7 +14,7 @@ from comm_core.group import Group
 from comm_core.transport.plan import Plan
 from comm_core.ulysses.workspace import UlyssesWorkspace
 
-__all__ = ["Call", "agree"]
+__all__ = ["AnyCall", "Call", "Comparable", "agree"]
 
 
 class Call(NamedTuple):
@@ -40,7 +40,19 @@ class Call(NamedTuple):
     geometry: JsonObject
 
 
-def agree(group: Group, what: str, communicator: str, number: int, prepare: Callable[[], Call]) -> Call:
+class Comparable(Protocol):
+    """A prepared call of any kind."""
+
+    @property
+    def geometry(self) -> JsonObject:
+        """Everything that must be equal on all ranks."""
+        ...
+
+
+AnyCall = TypeVar("AnyCall", bound=Comparable)
+
+
+def agree(group: Group, what: str, communicator: str, number: int, prepare: Callable[[], AnyCall]) -> AnyCall:
     """Prepare a call on every rank and compare them, before anything is communicated (``COMM_CHECK=1``). Collective.
 
     Args:
@@ -56,7 +68,7 @@ def agree(group: Group, what: str, communicator: str, number: int, prepare: Call
         GroupTimeoutError: a rank did not call.
     """
     own: Exception | None = None
-    call: Call | None = None
+    call: AnyCall | None = None
     record: dict[str, Json] = {"operation": what, "communicator": communicator, "call": number}
     try:
         call = prepare()

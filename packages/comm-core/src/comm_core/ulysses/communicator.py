@@ -6,14 +6,13 @@ import contextlib
 import threading
 import warnings
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from comm_core import _cuda, known
 from comm_core._dtypes import dtype_name
-from comm_core._json import Json
-from comm_core.consensus import joint
 from comm_core.errors import (
     ArgumentTypeError,
     ArgumentValueError,
@@ -24,14 +23,14 @@ from comm_core.errors import (
     UnsupportedError,
 )
 from comm_core.group import Group, as_group
-from comm_core.plugins.discovery import registry
 from comm_core.selection import Asked, resolve
 from comm_core.transport import strided
 from comm_core.transport.interface import TransportSession
 from comm_core.transport.opening import Opened, open_transport
 from comm_core.ulysses import validation
 from comm_core.ulysses.arguments import Arguments
-from comm_core.ulysses.call import Call, agree
+from comm_core.ulysses.call import AnyCall, Call, agree
+from comm_core.ulysses.codec import CodecHost, CodecWorkspace, EncodedCall, find_codec
 from comm_core.ulysses.decision import UlyssesBackendDecision, passthrough
 from comm_core.ulysses.preparation import Preparation
 from comm_core.ulysses.validation import Limits, positive_int
@@ -47,6 +46,7 @@ _is_grad_enabled = torch.is_grad_enabled
 _set_grad_enabled = torch._C._set_grad_enabled  # pyright: ignore[reportPrivateUsage] - what torch.no_grad calls
 _increment_version = torch.autograd.graph.increment_version
 
+_T = TypeVar("_T")
 _OPERATIONS = ("scatter_heads", "gather_heads", "exchange_chunks")
 
 
@@ -421,7 +421,7 @@ class UlyssesCommunicator:
 
     def prepare_qkv(
         self, qkv_shape: Sequence[int], *, quantization: str = "sage2", used_sequence: int | None = None
-    ) -> object:
+    ) -> Any:
         """Prepare the low-precision QKV exchange of a codec. Collective.
 
         Args:
@@ -430,42 +430,73 @@ class UlyssesCommunicator:
             used_sequence: global live prefix; None is the whole sequence.
 
         Returns:
-            The codec's workspace, which `scatter_qkv` takes.
+            The codec's workspace, which `scatter_qkv` takes; of ``"sage2"`` a `comm_lowp.UlyssesQKVWorkspace`.
 
         Raises:
-            JointError: the codec is missing or broken on some rank; the text names the package to install.
+            JointError: the codec is missing or broken on some rank (the text names the package to install), or a step
+                of the preparation failed on some rank. What was prepared before stays usable.
         """
         self._usable("prepare_qkv")
-
-        def codec_here() -> Json:
-            found = registry().codecs.get(quantization)
-            if found is None:
-                raise UnsupportedError(registry().why_missing(quantization))
-            return [quantization, found.wire]
-
-        joint(self._group, "prepare_qkv: find the codec", codec_here)
-        return registry().codecs[quantization].prepare_qkv(self, qkv_shape, used_sequence)
+        codec = find_codec(self._group, quantization)
+        with self._on_device(), torch.no_grad():
+            return codec.prepare_qkv(self._host, qkv_shape, used_sequence)
 
     def scatter_qkv(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, workspace: object, out: object | None = None
-    ) -> object:
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        workspace: CodecWorkspace,
+        out: object | None = None,
+    ) -> Any:
         """Encode and exchange Q, K and V as prepared by `prepare_qkv`. Collective.
+
+        Args:
+            q: local ``[B, L, H, D]`` as prepared, in the communicator's dtype.
+            k: likewise.
+            v: likewise.
+            workspace: from this communicator's `prepare_qkv`.
+            out: a result of an earlier call with an equal workspace, to be written again.
+
+        Returns:
+            The codec's result, or `out`; of ``"sage2"`` a `comm_lowp.UlyssesQKV`.
 
         Raises:
             ArgumentTypeError: `workspace` was not made by `prepare_qkv`.
+            ArgumentValueError: anything else about the arguments; nothing was communicated.
+            TransportError: the exchange failed; the communicator is then broken.
         """
-        self._usable("scatter_qkv")
-        run = getattr(workspace, "scatter_qkv", None)
-        if run is None:
+        if not isinstance(workspace, CodecWorkspace):  # pyright: ignore[reportUnnecessaryIsInstance]
+            self._usable("scatter_qkv")
             raise ArgumentTypeError(
                 f"workspace must come from prepare_qkv, got {type(workspace).__name__}; {known.install_hint('sage2')}"
             )
-        return run(self, q, k, v, out)
+        return workspace.scatter_qkv(self._host, q, k, v, out)
+
+    @cached_property
+    def _host(self) -> CodecHost:
+        return CodecHost(
+            group=self._group,
+            session=self._session,
+            backend=self.backend,
+            device=self.device,
+            dtype=self.dtype,
+            max_bytes=self.max_bytes,
+            checked=self._checked,
+            run=self._run_encoded,
+        )
 
     # Running
 
     def _run(self, operation: str, prepare: Callable[..., Call], *arguments: object) -> torch.Tensor:
         """Make a call of what `prepare` makes of `arguments`, alone, on this rank's device, and without gradients."""
+        return self._alone(self._execute, operation, prepare, arguments)
+
+    def _run_encoded(self, operation: str, prepare: Callable[..., EncodedCall], *arguments: object) -> object:
+        return self._alone(self._execute_encoded, operation, prepare, arguments)
+
+    def _alone(self, execute: Callable[..., _T], operation: str, *arguments: object) -> _T:
         if self._closed or self._broken is not None:
             self._usable(operation)
         if not self._busy.acquire(False):
@@ -477,22 +508,19 @@ class UlyssesCommunicator:
         try:
             if not _cuda.is_current(self._ordinal):
                 with self._on_device(), torch.no_grad():
-                    return self._execute(operation, prepare, arguments)
+                    return execute(operation, *arguments)
             if not _is_grad_enabled():
-                return self._execute(operation, prepare, arguments)
+                return execute(operation, *arguments)
             _set_grad_enabled(False)
             try:
-                return self._execute(operation, prepare, arguments)
+                return execute(operation, *arguments)
             finally:
                 _set_grad_enabled(True)
         finally:
             self._busy.release()
 
     def _execute(self, operation: str, prepare: Callable[..., Call], arguments: tuple[object, ...]) -> torch.Tensor:
-        if self._checked:
-            call = agree(self._group, operation, self._number, self._calls, lambda: prepare(*arguments))
-        else:
-            call = prepare(*arguments)
+        call = self._agreed(operation, prepare, arguments) if self._checked else prepare(*arguments)
         self._calls += 1
         if self._session is None:
             return _passthrough(operation, call, self.device)
@@ -508,13 +536,39 @@ class UlyssesCommunicator:
         except CommError:
             raise  # refused before anything was communicated
         except Exception as error:
-            self._broken = f"{operation} over {self.backend} failed: {type(error).__name__}: {error}"
-            raise TransportError(self._broken) from error
+            raise self._break(operation, error) from error
         if not out.is_inference():
             # The bytes were written behind autograd's back; its check for tensors changed in place must know.
             _increment_version(out)
         self._bytes_sent += plan.remote_send_bytes
         return out
+
+    def _execute_encoded(
+        self, operation: str, prepare: Callable[..., EncodedCall], arguments: tuple[object, ...]
+    ) -> object:
+        call = self._agreed(operation, prepare, arguments) if self._checked else prepare(*arguments)
+        self._calls += 1
+        try:
+            result = call.execute()
+        except TransportError as error:
+            self._broken = str(error)
+            raise
+        except CommError:
+            raise  # refused before anything was communicated
+        except Exception as error:
+            raise self._break(operation, error) from error
+        for output in call.outputs:
+            if not output.is_inference():
+                _increment_version(output)
+        self._bytes_sent += call.sent_bytes
+        return result
+
+    def _agreed(self, operation: str, prepare: Callable[..., AnyCall], arguments: tuple[object, ...]) -> AnyCall:
+        return agree(self._group, operation, self._number, self._calls, lambda: prepare(*arguments))
+
+    def _break(self, operation: str, error: Exception) -> TransportError:
+        self._broken = f"{operation} over {self.backend} failed: {type(error).__name__}: {error}"
+        return TransportError(self._broken)
 
     def _usable(self, operation: str) -> None:
         if self._closed:

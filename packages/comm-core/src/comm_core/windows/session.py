@@ -279,6 +279,20 @@ class WindowSession(TransportSession):
         self._pack()
         return window
 
+    def launch_context(self) -> tuple[int, int]:
+        """Return the current stream and the host address of the packed ``comm::Session``, for a launch of kernels.
+
+        For whoever brings kernels that signal by this session. The stream is ordered after the session's last one;
+        the caller has made the device current. The struct must be copied before the next call of this session (a
+        window that is added replaces it), and what is launched must be whole operations: each rank announces to every
+        other one and marks its data as done (see ``include/comm_core/barrier.cuh``).
+
+        Raises:
+            PeerStalledError: as `check`.
+        """
+        self.check()
+        return self._stream(), self._session
+
     # Stalls and the end
 
     def look(self) -> bool:
