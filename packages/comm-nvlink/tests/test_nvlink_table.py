@@ -462,11 +462,14 @@ def test_pitched_copies_are_as_cuda_wants_them_and_as_wide_as_is_fast(data: Any)
         way = route(plan, chosen)
         copies = compile_copies(plan, way, widths)
         narrow = any(copy.levels and copy.row_bytes < 512 for copy in plan.sends if copy.peer != plan.rank)
-        assert (copies is None) == narrow
+        whole = compile_copies(plan, way, {})
+        assert narrow <= (copies is None)
         if copies is None:
+            # Too narrow, or with the pieces more copies than are worth it.
+            most = 65 if whole is None else 3 * max(len(found) for found in read_copies(whole).lists)
+            assert narrow or most > 64
             continue
         read = read_copies(copies)
-        whole = compile_copies(plan, way, {})
         for number, found in enumerate(read.lists):
             for _, _, pitch, to_pitch, width, height, _ in found:
                 assert width > 0 and height > 0
