@@ -249,7 +249,8 @@ def test_the_numbers_in_the_windows_page_are_the_code_s(read):
     assert f"longer than {PIECE_BYTES >> 10} KiB" in text
     blocks = blocks_per_peer(topologies.nvlink_mesh(2)) * 2
     threads = one(r"kExchangeThreads = (\d+);", read(f"{CORE}/include/comm_core/exchange.cuh"))
-    fit = int(one(r"__launch_bounds__\(kExchangeThreads, (\d)\)", read(f"{CORE}/include/comm_core/exchange.cuh")))
+    kernels = read(f"{CORE}/include/comm_core/exchange_kernels.cuh")
+    fit = int(one(r"__launch_bounds__\(kExchangeThreads, (\d)\)", kernels))
     assert f"within {blocks} blocks of {threads} threads" in text
     assert fit == 3 and "Three such blocks fit an SM" in text and f"needs {-(-blocks // fit)} SMs" in text
     record = read("docs/adr/0008-launches-follow-from-the-facts.md")
@@ -402,7 +403,7 @@ def test_names_to_migrate_to_exist(read):
                 assert [part for part in shown if part != "*"] == real, item
             seen.add(what)
     public = {name for name in vars(UlyssesCommunicator) if not name.startswith("_")}
-    assert public - seen == {"dtype", "device", "rank", "world_size", "bytes_sent", "check"}
+    assert public - seen == {"dtype", "device", "rank", "world_size", "bytes_sent", "memory_pool", "check"}
 
 
 # Links

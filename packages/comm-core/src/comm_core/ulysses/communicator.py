@@ -377,7 +377,7 @@ class UlyssesCommunicator:
             return self._session.allocate_output(shape, element, self.device)
 
     def memory_pool(self) -> contextlib.AbstractContextManager[object]:
-        """Allocate tensors in memory that is written without staging: ``with comm.memory_pool(): y = torch.empty(…)``.
+        """Allocate tensors in memory that needs no staging: ``with comm.memory_pool(): y = torch.empty(…)``.
 
         Every allocation of this thread on this device inside the block comes from the communicator's arena of
         `pool_bytes`, through torch's caching allocator (which takes it in steps of 2 MiB, and of 20 MiB for sizes
