@@ -259,10 +259,12 @@ def test_the_device_code_has_the_operations_it_promises(tmp_path: Path) -> None:
     assert found == {
         "ld.acquire.sys.global.u32",
         "ld.relaxed.sys.global.u32",
+        "ld.acquire.sys.global.b128",
         "ld.relaxed.sys.global.v4.u32",
         "st.release.sys.global.u32",
         "st.relaxed.sys.global.u32",
+        "st.relaxed.sys.global.b128",
         "st.relaxed.sys.global.v4.u32",
-        "atom.acq_rel.sys.global.add.u32",
+        "atom.acq_rel.gpu.global.add.u32",
         "atom.acq_rel.sys.global.cas.b32",
     }

@@ -25,7 +25,7 @@ from comm_lowp.kernels import DirectScatter, Kernels
 from comm_lowp.sage2 import primitives, reference
 from comm_lowp.sage2.grid import LAYOUTS, SM90
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.installed_plugins]
 
 SIZES = tuple(int(size) for size in os.environ.get("GPU_CHECK_SIZES", "2,4").split(",") if int(size) <= 4)
 DEVICE = torch.device("cuda", 0)

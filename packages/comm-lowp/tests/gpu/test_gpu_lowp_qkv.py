@@ -27,7 +27,7 @@ from comm_lowp.sage2.grid import LAYOUTS
 from comm_lowp.testing import oracle
 from comm_lowp.testing.cases import DATA, Case, check, make, simulate
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.installed_plugins]
 
 BF16, F16 = torch.bfloat16, torch.float16
 FIELDS = ("q", "k", "v", "q_scale", "k_scale", "v_scale")

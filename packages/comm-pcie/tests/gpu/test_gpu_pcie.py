@@ -25,7 +25,7 @@ from comm_core.testing.reference import assert_same_bits
 from comm_pcie import ExperimentalWarning, selftest
 from comm_pcie.selftest import SELFTEST, run_tests
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.installed_plugins]
 
 SIZES = tuple(int(size) for size in os.environ.get("GPU_CHECK_SIZES", "2,4,8").split(",") if int(size) in (2, 4, 8))
 
