@@ -283,7 +283,11 @@ class NvlinkSession(WindowSession):
                     f"{plan.operation}: {plan.target_bytes} bytes do not fit the staging of "
                     f"{max(self._doubled_bytes, self._doubled_offset)}"
                 )
-        places = self._meet(plan, prepared, window.number, offset) if self._boards is not None else 0
+        places = 0
+        # Every rank meets for the same calls: those that use the copy engines and, in a captured graph, small ones.
+        meets = prepared.chunks != 0 or (plan.target_bytes <= self._doubled_bytes and _cuda.is_capturing())
+        if meets and self._boards is not None:
+            places = self._meet(plan, window.number, offset)
         # Without SMs the data is left in staging by the copy engines, and copied out once it is all there.
         later = found is None and prepared.senders == 0
         self._exchange(
@@ -292,8 +296,11 @@ class NvlinkSession(WindowSession):
             prepared.table_address,
             prepared.copies_address if places else 0,
             places,
-            *[source.data_ptr() for source in sources],
-            *NO_SOURCES[len(sources)],
+            *(
+                (sources[0].data_ptr(), 0, 0, 0)
+                if len(sources) == 1
+                else (*[source.data_ptr() for source in sources], *NO_SOURCES[len(sources)])
+            ),
             landing,
             landing if later else output,
             offset,
@@ -324,17 +331,13 @@ class NvlinkSession(WindowSession):
         self._prepared[plan] = prepared
         return prepared
 
-    def _meet(self, plan: Plan, prepared: _Prepared, window: int, offset: int) -> int:
+    def _meet(self, plan: Plan, window: int, offset: int) -> int:
         """Tell the other hosts where this rank wants its data, and learn where they want it.
 
-        All ranks do it for the same calls: those that use the copy engines, and small ones in a captured graph.
-
         Returns:
-            The address of what was learned, or 0 where this call needs none.
+            The address of what was learned.
         """
         captured = _cuda.is_capturing()
-        if prepared.chunks == 0 and not (captured and plan.target_bytes <= self._doubled_bytes):
-            return 0
         # Captured calls are counted apart: they happen on the device when they are replayed.
         self._numbers[captured] += 1
         limit_ns = int(self._timeout_s * 1e9)
