@@ -160,9 +160,9 @@ def host(modules: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[HostTranspor
     monkeypatch.setattr(InProcessMemory, "unmap", unmap)
     # Threads share one set of filters, so what a communicator warns of is tested by itself.
     monkeypatch.setattr(pcie_warnings, "_given", _Everything())
-    plugins.register("pcie", Plugin())
+    plugins.register("pcie under test", Plugin())
     yield transport
-    plugins.unregister("pcie")
+    plugins.unregister("pcie under test")
     gc.collect()
     library = modules.library
     assert library.host_problem() is None
