@@ -477,6 +477,10 @@ def test_other_arguments_are_checked():
     received = torch.zeros(2, spec.chunk_bytes, dtype=torch.uint8)
     with pytest.raises(ArgumentValueError, match="divisible by 128"):
         sage2.unpack_for_sage(received, aligned=True, **good)
+    with pytest.raises(ArgumentTypeError, match="aligned"):
+        sage2.unpack_for_sage(received, aligned=1, **good)
+    with pytest.raises(ArgumentTypeError, match="payload_spec"):
+        sage2.zero_scale_and_padding(received, good)
     with pytest.raises(ArgumentTypeError, match="five"):
         sage2.unpack_for_sage(received, out=(received,), **good)
     with pytest.raises(ArgumentValueError, match="recv_u8"):

@@ -294,6 +294,8 @@ def _grid(x: torch.Tensor, rank: object, world_size: object, layout: Layout, use
 
 
 def _payload(send_u8: object, name: str, spec: PayloadSpec, device: torch.device | None = None) -> torch.Tensor:
+    if not isinstance(spec, PayloadSpec):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ArgumentTypeError(f"spec must come from payload_spec, got {type(spec).__name__}")
     where = device if device is not None else getattr(send_u8, "device", torch.device("cpu"))
     x = _tensor(send_u8, name, (spec.world_size, spec.chunk_bytes), torch.uint8, where)
     if x.data_ptr() % 16:
@@ -949,6 +951,8 @@ def unpack_for_sage(
     """
     spec = _spec(_cpu_layout(layout), batch_size, local_sequence, local_heads, head_dim, world_size)
     received = _payload(recv_u8, "recv_u8", spec)
+    if aligned is not None and not isinstance(aligned, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ArgumentTypeError(f"aligned must be a bool or None, got {type(aligned).__name__}")
     if aligned and local_sequence % 128:
         raise ArgumentValueError(f"aligned=True needs a local_sequence divisible by 128, got {local_sequence}")
     used = check_used(scale_sequence, spec.global_sequence)
