@@ -21,8 +21,9 @@ from comm_core.testing import reference
 from comm_core.testing.host_modules import compile_for_host
 from comm_core.testing.ranks import run_threads
 from comm_core.testing.reference import assert_same_bits, make_input
+from comm_core.windows.signals import SIGNAL_BYTES
 from comm_nvlink import dispose_ulysses_a2a, init_ulysses_a2a, raw, ulysses_a2a, ulysses_signal_bytes
-from comm_nvlink.launch import ULYSSES
+from comm_nvlink.launch import FLAG_BYTES, ULYSSES
 
 CPU = torch.device("cpu")
 ROOM = 1 << 16
@@ -99,27 +100,6 @@ def test_it_exchanges_what_the_communicator_does(size: int) -> None:
     assert run_threads(size, exchanges, Memory(size), timeout_s=100) == [24] * size
 
 
-def test_what_a_handle_is_made_of_is_checked() -> None:
-    memory = Memory(2)
-    good: dict[str, Any] = {
-        "out_ptrs": memory.staging, "signal_ptrs": memory.signals, "rank": 0, "world_size": 2, "full_nvlink": True
-    }  # fmt: skip
-    wrong: list[tuple[dict[str, Any], type[Exception], str]] = [
-        ({"rank": True}, ArgumentTypeError, "must be ints, got True and 2"),
-        ({"world_size": 3}, ArgumentValueError, "rank 0 of 3: the world size must be one of"),
-        ({"rank": 2}, ArgumentValueError, "rank 2 of 2"),
-        ({"full_nvlink": False}, UnsupportedError, "NVLink between all pairs"),
-        ({"out_ptrs": 4096}, ArgumentTypeError, "out_ptrs must be a sequence of addresses"),
-        ({"out_ptrs": [4096.0, 8192]}, ArgumentTypeError, "out_ptrs must be a sequence of addresses"),
-        ({"out_ptrs": memory.staging[:1]}, ArgumentValueError, "out_ptrs must hold 2 addresses.*got 1"),
-        ({"signal_ptrs": [memory.signals[0], 64]}, ArgumentValueError, "aligned to 128 bytes and not 0, got .*0x40"),
-        ({"out_ptrs": [0, 0]}, ArgumentValueError, "out_ptrs must be aligned to 16 bytes and not 0"),
-    ]
-    for change, error, text in wrong:
-        with pytest.raises(error, match=text):
-            init_ulysses_a2a(**{**good, **change})
-
-
 def test_what_a_call_is_given_is_checked() -> None:
     memory = Memory(2)
     handle = init_ulysses_a2a(memory.staging, memory.signals, 0, 2, full_nvlink=True)
@@ -171,3 +151,62 @@ def test_a_rank_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> 
         ulysses_a2a(handle, x, y, 1, 4, 2, 8, 0)
     assert (caught.value.waited_for, caught.value.reporter) == (0, 1)
     dispose_ulysses_a2a(handle)
+
+
+# What is refused before anything is launched
+
+
+GOOD: dict[str, Any] = {
+    "out_ptrs": [1 << 20, 2 << 20],
+    "signal_ptrs": [3 << 20, 4 << 20],
+    "rank": 1,
+    "world_size": 2,
+    "full_nvlink": True,
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "text"),
+    [
+        ({"rank": True}, ArgumentTypeError, "ints"),
+        ({"rank": 2}, ArgumentValueError, "rank 2 of 2"),
+        ({"rank": -1}, ArgumentValueError, "rank -1 of 2"),
+        ({"world_size": 3}, ArgumentValueError, "world size"),
+        ({"full_nvlink": False}, UnsupportedError, "full_nvlink"),
+        ({"out_ptrs": [1 << 20]}, ArgumentTypeError, "out_ptrs must be 2 addresses"),
+        ({"out_ptrs": 1 << 20}, ArgumentTypeError, "out_ptrs must be 2 addresses .* got 1048576"),
+        ({"signal_ptrs": [3 << 20, "x"]}, ArgumentTypeError, "signal_ptrs must be 2 addresses"),
+        ({"out_ptrs": [1 << 20, 0]}, ArgumentValueError, "out_ptrs must be aligned to 16 bytes and not 0"),
+        ({"out_ptrs": [1 << 20, (2 << 20) + 8]}, ArgumentValueError, "aligned to 16 bytes"),
+        ({"signal_ptrs": [3 << 20, (4 << 20) + 64]}, ArgumentValueError, "aligned to 128 bytes"),
+    ],
+)
+def test_bad_arguments_of_init_are_named(change: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        comm_nvlink.init_ulysses_a2a(**{**GOOD, **change})
+
+
+@pytest.mark.parametrize("handle", [0, 7, -1])
+def test_handles_that_were_never_made_are_refused(handle: int) -> None:
+    x = torch.empty(1, 2, 2, 4)
+    with pytest.raises(ArgumentValueError, match=f"{handle} is no handle"):
+        comm_nvlink.ulysses_a2a(handle, x, x, 1, 2, 2, 4, 0)
+    with pytest.raises(ArgumentValueError, match=f"{handle} is no handle"):
+        comm_nvlink.dispose_ulysses_a2a(handle)
+
+
+def test_handles_are_ints() -> None:
+    with pytest.raises(ArgumentTypeError, match="handle"):
+        comm_nvlink.dispose_ulysses_a2a("1")  # pyright: ignore[reportArgumentType]
+
+
+def test_signals_hold_the_block_and_the_flags() -> None:
+    assert comm_nvlink.ulysses_signal_bytes() == SIGNAL_BYTES + FLAG_BYTES
+    assert SIGNAL_BYTES % 128 == 0
+
+
+def test_importing_the_package_imports_no_torch_cuda_code() -> None:
+    """The names are there, and the module behind them is imported when one is used."""
+    assert {"init_ulysses_a2a", "ulysses_a2a", "dispose_ulysses_a2a"} <= set(dir(comm_nvlink))
+    with pytest.raises(AttributeError, match="nothing_like_this"):
+        _ = comm_nvlink.nothing_like_this  # pyright: ignore

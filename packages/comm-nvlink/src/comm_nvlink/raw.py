@@ -129,10 +129,14 @@ def init_ulysses_a2a(
     if not full_nvlink:
         raise UnsupportedError("the kernel needs NVLink between all pairs of ranks (full_nvlink=True)")
     for name, pointers, alignment in (("out_ptrs", out_ptrs, 16), ("signal_ptrs", signal_ptrs, 128)):
-        if not isinstance(pointers, Sequence) or any(type(pointer) is not int for pointer in pointers):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ArgumentTypeError(f"{name} must be a sequence of addresses (ints), got {pointers!r}")
-        if len(pointers) != world_size:
-            raise ArgumentValueError(f"{name} must hold {world_size} addresses, one a rank, got {len(pointers)}")
+        if (
+            not isinstance(pointers, Sequence)  # pyright: ignore[reportUnnecessaryIsInstance]
+            or len(pointers) != world_size
+            or any(type(pointer) is not int for pointer in pointers)
+        ):
+            raise ArgumentTypeError(
+                f"{name} must be {world_size} addresses (ints), one of each rank, got {pointers!r}"
+            )
         if any(pointer <= 0 or pointer % alignment for pointer in pointers):
             raise ArgumentValueError(
                 f"{name} must be aligned to {alignment} bytes and not 0, got {', '.join(map(hex, pointers))}"

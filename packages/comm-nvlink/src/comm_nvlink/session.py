@@ -294,8 +294,11 @@ class NvlinkSession(WindowSession):
                     f"the staging of {max(self._doubled_bytes, self._doubled_offset)}: raise max_bytes of the "
                     "communicator, or take an output from allocate_output or memory_pool, which needs no staging"
                 )
-        captured = _cuda.is_capturing()
-        places = self._meet(plan, prepared, window.number, offset, captured) if self._boards is not None else 0
+        places, captured = 0, _cuda.is_capturing()
+        # Every rank meets for the same calls: those that use the copy engines and, in a captured graph, small ones.
+        meets = prepared.chunks != 0 or (captured and plan.target_bytes <= self._doubled_bytes)
+        if meets and self._boards is not None:
+            places = self._meet(plan, window.number, offset, captured)
         # Without SMs the data is left in staging by the copy engines, and copied out once it is all there.
         later = found is None and prepared.senders == 0
         self._exchange(
@@ -304,8 +307,11 @@ class NvlinkSession(WindowSession):
             prepared.table_address,
             prepared.copies_address if places else 0,
             places,
-            *[source.data_ptr() for source in sources],
-            *NO_SOURCES[len(sources)],
+            *(
+                (sources[0].data_ptr(), 0, 0, 0)
+                if len(sources) == 1
+                else (*[source.data_ptr() for source in sources], *NO_SOURCES[len(sources)])
+            ),
             landing,
             landing if later else output,
             offset,
@@ -346,16 +352,12 @@ class NvlinkSession(WindowSession):
             self._prepared.popitem(last=False)
         return prepared
 
-    def _meet(self, plan: Plan, prepared: _Prepared, window: int, offset: int, captured: bool) -> int:
+    def _meet(self, plan: Plan, window: int, offset: int, captured: bool) -> int:
         """Tell the other hosts where this rank wants its data, and learn where they want it.
 
-        All ranks do it for the same calls: those that use the copy engines, and small ones in a captured graph.
-
         Returns:
-            The address of what was learned, or 0 where this call needs none.
+            The address of what was learned.
         """
-        if prepared.chunks == 0 and not (captured and plan.target_bytes <= self._doubled_bytes):
-            return 0
         # Captured calls are counted apart: they happen on the device when they are replayed. And they are counted
         # anew after every eager call: where a capture failed on some ranks alone, the ranks have made different
         # numbers of them, but of eager calls as many, since those are paired on the device.

@@ -16,6 +16,7 @@ import sys
 import sysconfig
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -153,14 +154,19 @@ def find() -> Toolchain:
 
 
 def _ask(nvcc: str, source: str) -> Toolchain:
-    # Two short runs side by side; together they are most of what a warm start costs.
-    with _start([nvcc, "--version"]) as version_run, _start([nvcc, *_DRY_RUN]) as dry_run:
-        version_text = _finish(version_run, nvcc, source)
-        report = _finish(dry_run, nvcc, source)
-    version = version_of(version_text)
-    if version is None:
-        raise JitBuildError(f"{nvcc} (from {source}) is no nvcc: --version says {version_text[:200]!r}")
-    host = _host_compiler(report, nvcc)
+    # Short runs side by side; together they are most of what a warm start costs. Which host compiler nvcc uses is only
+    # known at the end of one of them, but it is nearly always this one.
+    guess = shutil.which("g++")
+    with ThreadPoolExecutor(1) as pool:
+        guessed = None if guess is None else pool.submit(_host_version, guess)
+        with _start([nvcc, "--version"]) as version_run, _start([nvcc, *_DRY_RUN]) as dry_run:
+            version_text = _finish(version_run, nvcc, source)
+            report = _finish(dry_run, nvcc, source)
+        version = version_of(version_text)
+        if version is None:
+            raise JitBuildError(f"{nvcc} (from {source}) is no nvcc: --version says {version_text[:200]!r}")
+        host = _host_compiler(report, nvcc)
+        host_version = guessed.result() if guessed is not None and host == guess else _host_version(host)
     return Toolchain(
         nvcc=nvcc,
         source=source,
@@ -168,7 +174,7 @@ def _ask(nvcc: str, source: str) -> Toolchain:
         version_text=version_text,
         root=_toolkit_root(report, nvcc),
         host_compiler=host,
-        host_version=_host_version(host),
+        host_version=host_version,
         environment=_environment(),
     )
 
