@@ -712,7 +712,7 @@ def captured_again(group: Group, modules: Modules, chosen: Settings) -> list[int
 def test_a_capture_that_failed_on_one_rank_is_no_partner_of_the_next(
     modules: Modules, monkeypatch: pytest.MonkeyPatch, engines: bool
 ) -> None:
-    """G5: after an eager call the ranks agree again on which captured call is which."""
+    """After an eager call the ranks agree again on which captured call is which."""
     monkeypatch.setattr(_cuda, "is_capturing", lambda: getattr(here, "capturing", False))
     monkeypatch.setattr(session, "_MEET_CAPTURED_NS", 300_000_000)
     assert run_threads(2, captured_again, modules, settings(2, engines=engines), timeout_s=60) == [[3, 4]] * 2
