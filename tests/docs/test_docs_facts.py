@@ -14,6 +14,7 @@ import torch
 
 import comm_core
 import comm_lowp
+import comm_nvlink
 import dev
 from comm_core import UlyssesCommunicator, _env, errors, known
 from comm_core._dtypes import check_dtype
@@ -395,7 +396,7 @@ def test_names_to_migrate_to_exist(read):
         for item in names(name):
             what, _, arguments = item.rstrip(")").partition("(")
             found = getattr(comm_core, what, None) or getattr(UlyssesCommunicator, what, None)
-            found = found or getattr(comm_lowp, what, None)
+            found = found or getattr(comm_lowp, what, None) or getattr(comm_nvlink, what, None)
             assert (found is None) == (kind.strip() == "absent"), item
             if found is not None and arguments and arguments != "…":
                 shown = [part.strip() for part in arguments.split(",")]

@@ -95,3 +95,26 @@ def test_a_rank_that_can_not_make_a_board_is_named_and_nothing_stays(monkeypatch
     texts = run_threads(2, rank)
     assert len(set(texts)) == 1 and "No space left on device" in texts[0] and "make a board" in texts[0]
     assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
+
+
+def test_a_board_is_closed_where_another_rank_can_not_make_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    create = os.memfd_create
+    before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+    places = iter([0, 1])
+
+    def one_fails(name: str, flags: int) -> int:
+        if next(places):
+            raise OSError(24, "Too many open files")
+        return create(name, flags)
+
+    monkeypatch.setattr("comm_nvlink.board.os.memfd_create", one_fails)
+
+    def rank(group: Group) -> None:
+        with (
+            pytest.raises(JointError, match="Too many open files"),
+            Transaction(group, "share boards") as stages,
+        ):
+            share_boards(stages)
+
+    run_threads(2, rank)
+    assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208

@@ -43,23 +43,22 @@ def share_boards(stages: Transaction) -> Boards | str:
     Returns:
         The boards, or why the ranks can't pass each other file descriptors; on all ranks alike.
     """
+    own: list[int] = []
 
-    def make() -> int:
-        descriptor = os.memfd_create("comm-nvlink-board", os.MFD_CLOEXEC)
-        try:
-            os.ftruncate(descriptor, BOARD_BYTES)
-        except OSError:
-            os.close(descriptor)
-            raise
-        return descriptor
+    def make() -> None:
+        own.append(os.memfd_create("comm-nvlink-board", os.MFD_CLOEXEC))
+        os.ftruncate(own[0], BOARD_BYTES)
 
-    own = stages.step("make a board", make)
     try:
-        descriptors = exchange_descriptors(stages.group, own)
-    except JointError as error:
-        return str(error)
+        stages.step("make a board", make)
+        try:
+            descriptors = exchange_descriptors(stages.group, own[0])
+        except JointError as error:
+            return str(error)
     finally:
-        os.close(own)
+        # Also where only another rank has none.
+        for descriptor in own:
+            os.close(descriptor)
 
     def map_all() -> Boards:
         try:

@@ -129,10 +129,18 @@ def init_ulysses_a2a(
     if not full_nvlink:
         raise UnsupportedError("the kernel needs NVLink between all pairs of ranks (full_nvlink=True)")
     for name, pointers, alignment in (("out_ptrs", out_ptrs, 16), ("signal_ptrs", signal_ptrs, 128)):
-        if len(pointers) != world_size or any(type(pointer) is not int for pointer in pointers):
-            raise ArgumentTypeError(f"{name} must be {world_size} addresses (ints), one of each rank")
+        if (
+            not isinstance(pointers, Sequence)  # pyright: ignore[reportUnnecessaryIsInstance]
+            or len(pointers) != world_size
+            or any(type(pointer) is not int for pointer in pointers)
+        ):
+            raise ArgumentTypeError(
+                f"{name} must be {world_size} addresses (ints), one of each rank, got {pointers!r}"
+            )
         if any(pointer <= 0 or pointer % alignment for pointer in pointers):
-            raise ArgumentValueError(f"{name} must be aligned to {alignment} bytes and not 0")
+            raise ArgumentValueError(
+                f"{name} must be aligned to {alignment} bytes and not 0, got {', '.join(map(hex, pointers))}"
+            )
     device = torch.device("cuda", _cuda.current_device())
     raw = _Raw(list(out_ptrs), list(signal_ptrs), rank, device)
     with _lock:
@@ -153,6 +161,8 @@ def ulysses_a2a(
 ) -> None:
     """Exchange through the staging, on the current stream. Collective; all ranks make the same calls in one order.
 
+    The calls of a handle must follow each other: the caller orders the streams and threads that it makes them in.
+
     Args:
         fa: from `init_ulysses_a2a`.
         inp: contiguous ``[B, S_local, H, D]`` for `SCATTER`, ``[B, S_local * W, H / W, D]`` for `GATHER`; elements of
@@ -170,6 +180,10 @@ def ulysses_a2a(
         PeerStalledError: a rank did not come to an earlier call.
     """
     raw = _find(fa)
+    # What is equal to an int without being one (True, 2.0) would go on into the plan.
+    for name, value in (("B", B), ("S_local", S_local), ("H", H), ("D", D), ("mode", mode)):
+        if type(value) is not int:
+            raise ArgumentTypeError(f"{name} must be an int, got {type(value).__name__} {value!r}")
     if mode not in (SCATTER, GATHER):
         raise ArgumentValueError(f"mode must be 0 (scatter) or 1 (gather), got {mode!r}")
     if min(B, S_local, H, D) < 1 or H % raw.size:
@@ -180,8 +194,13 @@ def ulysses_a2a(
             raise ArgumentTypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
         if tuple(tensor.shape) != shape or not tensor.is_contiguous() or tensor.device != raw.device:
             raise ArgumentValueError(
-                f"{name} must be contiguous, of shape {shape} on {raw.device}; got {tuple(tensor.shape)} on "
-                f"{tensor.device}"
+                f"{name} must be contiguous, of shape {shape} on {raw.device}; got {tuple(tensor.shape)} with "
+                f"strides {tensor.stride()} on {tensor.device}"
+            )
+        if tensor.is_neg() or tensor.is_conj():
+            raise ArgumentValueError(
+                f"{name} is a view that torch negates or conjugates only when it is read: call .resolve_neg() or "
+                ".resolve_conj()"
             )
     nbytes = inp.numel() * inp.element_size()
     if inp.dtype != out.dtype or inp.element_size() not in (1, 2, 4):
@@ -189,7 +208,10 @@ def ulysses_a2a(
             f"inp and out must have one dtype of 1, 2 or 4 bytes, got {inp.dtype} and {out.dtype}"
         )
     if nbytes > raw.capacity:
-        raise ArgumentValueError(f"{nbytes} bytes do not fit the staging of {raw.capacity}")
+        raise ArgumentValueError(
+            f"rank {raw.rank}: {nbytes} bytes do not fit the {raw.capacity} of out_ptrs[{raw.rank}]: make a handle "
+            "over larger allocations, or exchange less at once"
+        )
     if inp.data_ptr() < out.data_ptr() + nbytes and out.data_ptr() < inp.data_ptr() + nbytes:
         raise ArgumentValueError("inp and out overlap")
     raw.check()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -47,6 +48,9 @@ _MEET_NS = 20_000_000
 that early has nothing to gain: its device would wait for the other rank's announcement just as long."""
 _MEET_CAPTURED_NS = 5_000_000_000
 """The same while a graph is captured: what is not known then is slower in every replay."""
+_KEPT = 256
+"""Geometries whose tables are kept, the last ones used: up to some 200 KB of the device each. Captured calls keep
+theirs besides."""
 
 
 class _Prepared:
@@ -113,9 +117,13 @@ class NvlinkSession(WindowSession):
         self._pool: MemoryPool | None = None
         self._settings = settings
         self._pool_bytes = pool_bytes
-        self._prepared: dict[Plan, _Prepared] = {}
+        self._prepared: OrderedDict[Plan, _Prepared] = OrderedDict()
+        # Of captured calls, whose graphs have the addresses of their tables.
+        self._held: set[_Prepared] = set()
         self._boards: Boards | None = None
-        self._numbers = [0, 0]
+        # Eager calls that were enqueued, those of them that the hosts met for, and calls that were captured since the
+        # last of them.
+        self._eager = self._met = self._captured = 0
         self._state = State()
         self._state_address = ctypes.addressof(self._state)
         self._places = Places()
@@ -267,6 +275,8 @@ class NvlinkSession(WindowSession):
         prepared = self._prepared.get(plan)
         if prepared is None:
             prepared = self._prepare(plan)
+        else:
+            self._prepared.move_to_end(plan)
         output = destination.data_ptr()
         found = self.windows.find(output, plan.target_bytes)
         half = 0
@@ -280,14 +290,15 @@ class NvlinkSession(WindowSession):
             landing = window.address + offset
             if plan.target_bytes > max(self._doubled_bytes, self._doubled_offset):
                 raise ArgumentValueError(
-                    f"{plan.operation}: {plan.target_bytes} bytes do not fit the staging of "
-                    f"{max(self._doubled_bytes, self._doubled_offset)}"
+                    f"rank {self._group.rank}: {plan.operation}: an output of {plan.target_bytes} bytes does not fit "
+                    f"the staging of {max(self._doubled_bytes, self._doubled_offset)}: raise max_bytes of the "
+                    "communicator, or take an output from allocate_output or memory_pool, which needs no staging"
                 )
-        places = 0
+        places, captured = 0, _cuda.is_capturing()
         # Every rank meets for the same calls: those that use the copy engines and, in a captured graph, small ones.
-        meets = prepared.chunks != 0 or (plan.target_bytes <= self._doubled_bytes and _cuda.is_capturing())
+        meets = prepared.chunks != 0 or (captured and plan.target_bytes <= self._doubled_bytes)
         if meets and self._boards is not None:
-            places = self._meet(plan, window.number, offset)
+            places = self._meet(plan, window.number, offset, captured)
         # Without SMs the data is left in staging by the copy engines, and copied out once it is all there.
         later = found is None and prepared.senders == 0
         self._exchange(
@@ -311,6 +322,13 @@ class NvlinkSession(WindowSession):
             window.number,
             *prepared.after,
         )
+        # Only now: a call that was interrupted before it was enqueued is made again under the same number.
+        if captured:
+            self._held.add(prepared)
+            self._captured += 1
+        else:
+            self._eager, self._captured = self._eager + 1, 0
+            self._met += places != 0
         if later:
             self._unstage(plan, window, destination)
 
@@ -329,17 +347,21 @@ class NvlinkSession(WindowSession):
         prepared = _Prepared(plan, way, table, copies, self._device)
         _cuda.synchronize(self._device)
         self._prepared[plan] = prepared
+        if len(self._prepared) > _KEPT:
+            # The device has just been waited for, so no kernel reads the table that goes.
+            self._prepared.popitem(last=False)
         return prepared
 
-    def _meet(self, plan: Plan, window: int, offset: int) -> int:
+    def _meet(self, plan: Plan, window: int, offset: int, captured: bool) -> int:
         """Tell the other hosts where this rank wants its data, and learn where they want it.
 
         Returns:
             The address of what was learned.
         """
-        captured = _cuda.is_capturing()
-        # Captured calls are counted apart: they happen on the device when they are replayed.
-        self._numbers[captured] += 1
+        # Captured calls are counted apart: they happen on the device when they are replayed. And they are counted
+        # anew after every eager call: where a capture failed on some ranks alone, the ranks have made different
+        # numbers of them, but of eager calls as many, since those are paired on the device.
+        number = 1 + ((self._eager << 32) + self._captured if captured else self._met)
         limit_ns = int(self._timeout_s * 1e9)
         wait_ns = _MEET_CAPTURED_NS if captured else _MEET_NS
         if self._settings.senders == 0:
@@ -347,7 +369,7 @@ class NvlinkSession(WindowSession):
         self._nvlink.meet(
             self._state_address,
             self._places_address,
-            2 * self._numbers[captured] + captured,
+            2 * number + captured,
             min(wait_ns, limit_ns),
             offset,
             window,
@@ -373,6 +395,7 @@ class NvlinkSession(WindowSession):
         """See `WindowSession.close`."""
         super().close(timeout_s)
         self._prepared.clear()
+        self._held.clear()
 
     def memory_pool(self) -> AbstractContextManager[object]:
         """See `TransportSession.memory_pool`."""

@@ -18,6 +18,7 @@ from comm_core.errors import (
     ArgumentValueError,
     ClosedError,
     CommError,
+    CudaCallError,
     GroupTimeoutError,
     TransportError,
     UnsupportedError,
@@ -546,6 +547,9 @@ class UlyssesCommunicator:
         except TransportError as error:
             self._broken = str(error)
             raise
+        except CudaCallError as error:
+            # A part may have been enqueued.
+            raise self._break(operation, error) from error
         except CommError:
             raise  # refused before anything was communicated
         except Exception as error:
@@ -566,6 +570,9 @@ class UlyssesCommunicator:
         except TransportError as error:
             self._broken = str(error)
             raise
+        except CudaCallError as error:
+            # A part may have been enqueued.
+            raise self._break(operation, error) from error
         except CommError:
             raise  # refused before anything was communicated
         except Exception as error:
