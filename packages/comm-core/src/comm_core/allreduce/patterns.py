@@ -69,7 +69,7 @@ class AllReduceFusionOp(IntEnum):
 
 
 class AllReduceFusionPattern(IntEnum):
-    """What follows the sum of all ranks. ``Out`` in a name: the normalized values are returned as well."""
+    """What follows the sum of all ranks. ``Out`` in a name: the normalized values are always returned as well."""
 
     kAllReduce = 0
     kARResidualRMSNorm = 1
@@ -188,11 +188,6 @@ class PatternSpec:
         """Whether the ranks' operands are made from experts' outputs first."""
         return "input" not in self.needs or "expanded_idx_to_permuted_idx" in self.needs
 
-    @property
-    def returns_norm(self) -> bool:
-        """Whether the normalized values are an output."""
-        return "norm_out" in self.returns
-
 
 def _fused(
     pattern: AllReduceFusionPattern,
@@ -209,7 +204,9 @@ def _fused(
     returns += ["quant_out"] if quantization is not Quantization.NONE else []
     returns += ["scale_out"] if scale_out else []
     primary = "norm_out" if quantization is Quantization.NONE else "quant_out"
-    return PatternSpec(pattern, ("input", *_NORM, *needs), accepts, tuple(returns), (), primary, quantization)
+    # Callers hand norm_out to the patterns without ``Out`` too. Filled, it is what its name says.
+    may_return = () if norm_out else ("norm_out",)
+    return PatternSpec(pattern, ("input", *_NORM, *needs), accepts, tuple(returns), may_return, primary, quantization)
 
 
 def _table() -> dict[AllReduceFusionPattern, PatternSpec]:

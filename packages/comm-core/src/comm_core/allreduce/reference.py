@@ -29,7 +29,7 @@ makes its own place NaN and the other places 0. Other rows never see them.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -269,10 +269,10 @@ def moe_finalize(
     _check_tensor(index, "expanded_idx_to_permuted_idx", (tokens, top_k), (torch.int32,), permuted.device)
     bad = (index < -1) | (index >= rows)
     if bool(bad.any()):
-        place = bad.nonzero()[0].tolist()
+        token, slot = divmod(int(bad.flatten().to(torch.uint8).argmax()), top_k)
         raise ArgumentValueError(
-            f"expanded_idx_to_permuted_idx{place} is {int(index[tuple(place)])}: expected -1 or a row of input, "
-            f"which has {rows}"
+            f"expanded_idx_to_permuted_idx[{token}, {slot}] is {int(index[token, slot])}: expected -1 or a row of "
+            f"input, which has {rows}"
         )
     dtype = permuted.dtype
     scale = torch.ones((tokens, top_k), dtype=torch.float32, device=permuted.device)
@@ -362,8 +362,7 @@ def fuse(
     scale_factor: float | torch.Tensor | None = None,
     layout_code: QuantizationSFLayout | int | None = None,
     block_quant_group_size: int | None = None,
-    with_output: bool = False,
-    with_quant: bool = False,
+    wanted: Collection[str] = (),
     quantization: Quantization | None = None,
 ) -> FusionOutputs:
     """Return everything that follows the sum of a pattern.
@@ -381,8 +380,8 @@ def fuse(
         scale_factor: see `quantize`.
         layout_code: of NVFP4's and MXFP8's scale factors; None is SWIZZLED_128x4.
         block_quant_group_size: see `quantize`.
-        with_output: return the sum as well, where the pattern can (`kMoEReductionARResidualRMSNorm`).
-        with_quant: quantize, where the pattern can and need not (the two MoE patterns with NVFP4).
+        wanted: outputs that the pattern makes on demand only (`PatternSpec.may_return`): those for which the caller
+            has a tensor.
         quantization: another encoding than the pattern's; for functions that offer more than there are patterns.
 
     Returns:
@@ -402,11 +401,15 @@ def fuse(
         raise ArgumentValueError(
             f"reduced must be float32 [tokens, hidden_dim], got {reduced.dtype} {tuple(reduced.shape)}"
         )
+    idle = [name for name in wanted if name not in (*spec.returns, *spec.may_return)]
+    if idle:
+        raise ArgumentValueError(f"{spec.pattern.name} (code {int(spec.pattern)}) does not make {', '.join(idle)}")
+    made = {*spec.returns, *wanted}
     total = reduced.to(dtype, copy=True)
     if not spec.has_norm:
         return FusionOutputs(output=total)
     residual, norm = _residual_and_norm(spec, total, residual_in, rms_gamma, rms_eps, weight_bias)
-    encoding = quantization or (spec.quantization if "quant_out" in spec.returns or with_quant else Quantization.NONE)
+    encoding = quantization or (spec.quantization if "quant_out" in made else Quantization.NONE)
     quant_out, scale_out = quantize(
         norm,
         encoding,
@@ -415,9 +418,9 @@ def fuse(
         block_quant_group_size=block_quant_group_size,
     )
     return FusionOutputs(
-        output=total if with_output and "output" in spec.may_return else None,
+        output=total if "output" in made else None,
         residual_out=residual,
-        norm_out=norm if spec.returns_norm else None,
+        norm_out=norm if "norm_out" in made else None,
         quant_out=quant_out,
         scale_out=scale_out,
     )
