@@ -156,7 +156,9 @@ def test_the_table_is_whole_and_speaks_of_known_arguments() -> None:
 
 @pytest.mark.parametrize("code", range(13))
 def test_a_pattern_is_found_by_number_and_by_name(code: int) -> None:
-    assert check_pattern(code) is check_pattern(AllReduceFusionPattern(code)) is PATTERNS[AllReduceFusionPattern(code)]
+    assert (
+        check_pattern(code) is check_pattern(AllReduceFusionPattern(code)) is PATTERNS[AllReduceFusionPattern(code)]
+    )
 
 
 @pytest.mark.parametrize("value", [True, 1.0, "kAllReduce", None, AllReduceFusionOp.NONE])

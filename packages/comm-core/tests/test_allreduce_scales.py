@@ -26,7 +26,7 @@ COLUMNS = st.integers(0, 21)
 
 
 def turned(rows: int, columns: int, layout: QuantizationSFLayout) -> torch.Tensor:
-    """Return the flat buffer of a layout with the number ``row * columns + column`` in every place, -1 for padding."""
+    """Return the flat buffer of a layout with ``row * columns + column`` in every place, -1 for padding."""
     matrix = torch.arange(rows * columns).view(rows, columns)
     if layout is QuantizationSFLayout.LINEAR:
         return matrix.flatten()
