@@ -222,6 +222,31 @@ def test_nvfp4(row: list[float], scale: float) -> None:
     assert torch.equal(quantize_nvfp4(torch.tensor([row]), torch.tensor(scale))[0], packed)
 
 
+@pytest.mark.parametrize("scale", [7.0, 0.37])
+def test_a_scale_is_inverted_first_and_multiplied_by(scale: float) -> None:
+    """Values whose quotient lies in the middle between two codes: there the two ways to divide differ."""
+    x = midpoints(naive.E4M3) * scale
+    row = x.tolist()
+    expected = naive.fp8_static(row, scale)
+    assert codes_of(quantize_fp8(x, scale)) == expected
+    divided = [naive.e4m3(naive.divide(value, naive.fp32(scale))) for value in row]
+    assert divided != expected
+
+
+@pytest.mark.parametrize("scale", [1.0, 3.0, 0.37])
+def test_a_scale_factor_is_a_product_with_a_rounded_sixth(scale: float) -> None:
+    """Largest values whose scale factor lies in the middle between two codes, or one step of fp32 beside it."""
+    top = torch.cat([midpoints(naive.E4M3).abs() * factor / scale for factor in (6.0, 5.9999995, 6.0000005)])
+    x = torch.zeros(top.numel(), 16)
+    x[:, 5], x[:, 7] = top, -top / 2
+    packed, scales = quantize_nvfp4(x, scale)
+    expected = [naive.nvfp4(row, scale) for row in x.tolist()]
+    assert packed.tolist() == [row for row, _ in expected]
+    assert scales.tolist() == [factors for _, factors in expected]
+    divided = [naive.e4m3(naive.fp32(naive.fp32(scale) * naive.fp32(value / 6))) for value in top.tolist()]
+    assert divided != scales.flatten().tolist()
+
+
 def test_a_nan_stays_where_it_is_or_takes_its_block_where_the_elements_have_none() -> None:
     x = torch.ones(1, 64)
     x[0, 3] = NAN

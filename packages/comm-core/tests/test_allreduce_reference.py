@@ -15,6 +15,7 @@ from comm_core.allreduce.quant import collect_scales, unpack_group_scales
 from comm_core.allreduce.reference import (
     DTYPES,
     FusionOutputs,
+    _sum_last,
     fuse,
     moe_finalize,
     moe_reduce,
@@ -158,6 +159,20 @@ def test_the_norm_is_the_same_with_any_number_of_threads_and_rows() -> None:
         torch.set_num_threads(before)
     for result in results:
         assert_same_bits(result[-1], results[0][-1])
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8, 11, 64, 100])
+def test_squares_are_summed_by_halving(size: int) -> None:
+    """In fp64, where the order shows. An odd element at the end waits for the next round."""
+    x = random(3, size, seed=50).double().exp()
+    expected: list[float] = []
+    for row in x.tolist():
+        while len(row) > 1:
+            half = len(row) // 2
+            pairs = [a + b for a, b in zip(row[:half], row[half : 2 * half], strict=True)]
+            row = pairs + row[2 * half :]
+        expected += row
+    assert _sum_last(x).flatten().tolist() == expected
 
 
 def test_special_values_stay_in_their_row() -> None:
