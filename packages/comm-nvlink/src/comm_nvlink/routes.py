@@ -20,7 +20,7 @@ __all__ = ["MAX_CHUNKS", "MAX_SLICES", "Route", "Settings", "Widths", "route"]
 
 MAX_SLICES = 224
 """Twin: include/comm_nvlink/ulysses.cuh, kMaxSlices."""
-MAX_CHUNKS = 8
+MAX_CHUNKS = 7
 """Twin: include/comm_nvlink/ulysses.cuh, kMaxChunks."""
 
 Widths: TypeAlias = Mapping[tuple[str, int], int]

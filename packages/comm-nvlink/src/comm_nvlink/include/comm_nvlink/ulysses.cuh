@@ -40,7 +40,7 @@ namespace nvlink {
 constexpr uint32_t kThreads = 256;
 constexpr uint32_t kMaxPeers = 8;     // ranks of a group
 constexpr uint32_t kMaxSlices = 224;  // blocks that serve one peer
-constexpr uint32_t kMaxChunks = 8;
+constexpr uint32_t kMaxChunks = 7;
 
 // The flags of one peer's chunks, side by side so that one copy of the copy engines can set them
 // all.
@@ -84,7 +84,7 @@ enum List : uint32_t { kOwn = 0, kHead = 1, kRest = 2, kReceived = 3 };
 constexpr uint32_t kMaxLists = kReceived + 1 + kMaxChunks;
 
 struct Record {
-  uint32_t first[kMaxLists];
+  uint32_t first[kMaxLists + 1];
   // followed by the entries
 };
 
