@@ -142,8 +142,7 @@ class DistAllReduceFusionWorkspace(AllReduceFusionWorkspace):
             scale_factor=call.scale_factor,
             layout_code=call.layout,
             block_quant_group_size=call.group_size or None,
-            with_output=call.output is not None,
-            with_quant=call.quant_out is not None,
+            wanted=[name for name in OUTPUTS if getattr(call, name) is not None],
         )
         # All inputs have been read, so outputs may be the same tensors.
         for name in OUTPUTS:

@@ -154,17 +154,21 @@ class AllReduceFusionWorkspace(ABC):
             As `comm_core.allreduce_fusion`.
         """
         what = "allreduce_fusion"
+
+        def ready() -> FusionCall:
+            self.check_usable(what)
+            return prepare()
+
         if not self._busy.acquire(blocking=False):
             raise UnsupportedError(
                 f"{what}: another thread is in a call of this workspace; a workspace serves one call at a time"
             )
         try:
-            self.check_usable(what)
             with _cuda.device_guard(self.device), torch.no_grad():
                 if self._checked_group is None or self.world_size == 1:
-                    call = prepare()
+                    call = ready()
                 else:
-                    call = agree(self._checked_group, what, self._number, self._calls, prepare)
+                    call = agree(self._checked_group, what, self._number, self._calls, ready)
                 self._calls += 1
                 try:
                     self._run(call)
