@@ -126,7 +126,9 @@ def outputs(case: Case) -> dict[str, torch.Tensor]:
         elif name == "scale_out" and spec.quantization is Quantization.DYNAMIC_FP8:
             made[name] = torch.full((case.tokens, 1), float("nan"))
         elif name == "scale_out":
-            made[name] = torch.full((scale_size(case.tokens, case.hidden // 16, case.layout),), 0x55, dtype=torch.uint8)
+            made[name] = torch.full(
+                (scale_size(case.tokens, case.hidden // 16, case.layout),), 0x55, dtype=torch.uint8
+            )
         else:
             made[name] = torch.full(rows, float("nan"), dtype=case.dtype)
     return made
@@ -212,7 +214,8 @@ def special(group: Any) -> list[list[float]]:
     """Sum rows of -0.0, NaN, infinities and a sum that overflows float16 on the way."""
     rank, size = group.rank(), group.size()
     nan, infinity = float("nan"), float("inf")
-    first, second = [-0.0, 0.0, nan, infinity, infinity, 60000.0, 1.0], [-0.0, -0.0, 1.0, 1.0, -infinity, 60000.0, 0.0]
+    first = [-0.0, 0.0, nan, infinity, infinity, 60000.0, 1.0]
+    second = [-0.0, -0.0, 1.0, 1.0, -infinity, 60000.0, 0.0]
     x = torch.tensor([first if rank == 0 else second if rank == 1 else [0.0] * 6 + [-1.0]], dtype=torch.float16)
     if rank == size - 1 and size > 2:
         x[0, 5] = -60000.0

@@ -28,7 +28,7 @@ from comm_core.allreduce import reference
 from comm_core.allreduce.arguments import prepare
 from comm_core.allreduce.backend import AllReduceBackend, FusionCall
 from comm_core.allreduce.dist import DistAllReduce, required_bytes
-from comm_core.allreduce.patterns import PATTERNS
+from comm_core.allreduce.patterns import ARGUMENTS, OUTPUTS, PATTERNS
 from comm_core.errors import ArgumentTypeError, ArgumentValueError, ClosedError, TransportError, UnsupportedError
 from comm_core.group import Group, thread_groups
 from comm_core.plugins.hookspecs import hookimpl
@@ -181,11 +181,12 @@ def test_scales_of_every_layout_in_any_type_of_elements(layout: Any, as_type: to
     arguments = good(CODE.kARResidualRMSNormFP4Quant)
     size = {0: compute_fp4_swizzled_layout_sf_size(T, H // 16), 1: 8 * 4, 2: T * 4}[int(layout)]
     scales = torch.full((size,), 0x55, dtype=torch.uint8).view(as_type)
+    swizzled = {**arguments, "layout_code": layout}
     with create() as workspace:
-        allreduce_fusion(workspace=workspace, pattern=3, **{**arguments, "layout_code": layout, "scale_out": scales})
+        allreduce_fusion(workspace=workspace, pattern=3, **{**swizzled, "scale_out": scales})
         short = scales.view(torch.uint8)[:-4].view(as_type)
         with pytest.raises(ArgumentValueError, match=f"scale_out must be contiguous and hold {size} bytes"):
-            allreduce_fusion(workspace=workspace, pattern=3, **{**arguments, "layout_code": layout, "scale_out": short})
+            allreduce_fusion(workspace=workspace, pattern=3, **{**swizzled, "scale_out": short})
         linear = arguments["scale_out"]
         allreduce_fusion(workspace=workspace, pattern=3, **arguments)
     values = scales.view(torch.uint8)
@@ -230,7 +231,7 @@ def wrong(name: str, value: Any, text: str, pattern: int = 1, error: type[Except
         wrong("scale_factor", None, "needs scale_factor", pattern=2),
         wrong("scale_factor", 0.0, "scale_factor must be positive", pattern=2),
         wrong("scale_factor", torch.ones(2), "scale_factor must be a number or one float32 element", pattern=2),
-        wrong("quant_out", torch.zeros(T, H, dtype=torch.uint8), "quant_out must have dtype float8_e4m3fn", pattern=2),
+        wrong("quant_out", torch.zeros(T, H, dtype=torch.uint8), "must have dtype float8_e4m3fn", pattern=2),
         wrong("scale_out", torch.zeros(T), "does not write scale_out", pattern=2),
         wrong("scale_out", None, "writes scale_out, which must be given", pattern=3),
         wrong("layout_code", 3, "layout_code=3", pattern=3),
@@ -248,7 +249,7 @@ def wrong(name: str, value: Any, text: str, pattern: int = 1, error: type[Except
         wrong("scale_out", None, "both quant_out and scale_out", pattern=6),
         wrong("scale_factor", None, "scale_factor is needed", pattern=6),
         wrong("expanded_idx_to_permuted_idx", torch.zeros(T, 2), "must have dtype int32", pattern=7),
-        wrong("expanded_idx_to_permuted_idx", torch.full((T, 2), T).int(), "expected -1 or a row of input", pattern=7),
+        wrong("expanded_idx_to_permuted_idx", torch.full((T, 2), T).int(), "expected -1 or a row", pattern=7),
         wrong("expert_scale_factor", torch.zeros(T, 3), "expert_scale_factor must have shape (4, 2)", pattern=7),
         wrong("residual_in", None, "needs residual_in", pattern=12),
     ],
@@ -297,7 +298,7 @@ def test_the_capacity_is_exact_and_one_function_says_it(dtype: torch.dtype, toke
             assert torch.equal(allreduce_fusion(x, workspace, 0), x)
         for shape in ((tokens + 1, hidden), (1, tokens * hidden + 1)):
             assert not workspace.is_buffer_size_sufficient(1, *shape, dtype)
-            with pytest.raises(ArgumentValueError, match="input: .* need .* the workspace has"):
+            with pytest.raises(ArgumentValueError, match=r"input: .* need .* the workspace has"):
                 allreduce_fusion(torch.ones(shape, dtype=dtype), workspace, 0)
         assert not workspace.is_buffer_size_sufficient(2, 1, 1, dtype)
         if dtype == F32:
@@ -326,9 +327,7 @@ def test_the_capacity_is_exact_and_one_function_says_it(dtype: torch.dtype, toke
         ({"backend": "nope"}, JointValueError, "backend must be one of"),
     ],
 )
-def test_bad_arguments_of_creation_are_named(
-    changes: dict[str, Any], error: type[Exception], text: str
-) -> None:
+def test_bad_arguments_of_creation_are_named(changes: dict[str, Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error) as caught:
         create(**changes)
     assert text in str(caught.value)
@@ -553,10 +552,7 @@ def test_what_dist_needs_of_a_group() -> None:
 
 
 def test_preparation_communicates_nothing_and_is_pure() -> None:
-    given = dict.fromkeys(
-        ("output", "residual_out", "norm_out", "quant_out", "scale_out", "residual_in", "rms_gamma", "scale_factor")
-        + ("layout_code", "use_oneshot", "block_quant_group_size")
-    )
+    given: dict[str, Any] = dict.fromkeys((*OUTPUTS, *ARGUMENTS, "use_oneshot"))
     given |= {"rms_eps": 1e-6, "weight_bias": 0.0, "fp32_acc": False, "moe_finalize_backend": "trtllm"}
     given |= {"launch_with_pdl": False, "trigger_completion_at_end": True, "pattern": 0}
     x = torch.ones(T, H, dtype=BF16)

@@ -102,7 +102,7 @@ class UlyssesBackendError(CommError, RuntimeError):
 
 
 class AllReduceBackendError(CommError, RuntimeError):
-    """An all-reduce backend that was asked for by name can't be used by this group, or none can. Every rank raises it."""
+    """An all-reduce backend that was asked for by name can't be used, or none can. Every rank raises it."""
 
 
 class TransportError(CommError, RuntimeError):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import cast
 
 import torch
 
@@ -33,7 +32,7 @@ from comm_core.ulysses.validation import byte_range, count, positive_int
 __all__ = ["check_dtype", "flag", "number", "prepare"]
 
 _E4M3 = (torch.float8_e4m3fn,)
-# Sub-byte values travel in bytes; torch's own name for two E2M1 values in a byte is newer than its oldest release here.
+# Sub-byte values travel in bytes; torch's own type for two E2M1 values in a byte is newer than the oldest torch here.
 _E2M1 = tuple(
     dtype for dtype in (torch.uint8, getattr(torch, "float4_e2m1fn_x2", None)) if isinstance(dtype, torch.dtype)
 )
@@ -86,8 +85,8 @@ def prepare(device: torch.device, given: Mapping[str, object]) -> FusionCall:
     finalize_backend = given["moe_finalize_backend"]
     if finalize_backend != "trtllm":
         raise UnsupportedError(
-            f"moe_finalize_backend must be 'trtllm', the backend's own finalize, got {finalize_backend!r}: no package "
-            "has another one"
+            "moe_finalize_backend must be 'trtllm', the workspace's own finalize: no package has another one, got "
+            f"{finalize_backend!r}"
         )
     check_arguments(spec, [name for name in (*ARGUMENTS, *OUTPUTS) if given.get(name) is not None])
     flag(given["fp32_acc"], "fp32_acc")
@@ -164,7 +163,9 @@ class _Preparation:
         if not isinstance(value, torch.Tensor):
             raise ArgumentTypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
         if value.layout != torch.strided or value.is_nested or value.is_neg() or value.is_conj():
-            raise ArgumentValueError(f"{name} must be a dense tensor without lazy negation, got layout {value.layout}")
+            raise ArgumentValueError(
+                f"{name} must be a dense tensor without lazy negation, got layout {value.layout}"
+            )
         if value.device != self.device:
             raise ArgumentValueError(f"{name} must be on {self.device}, the workspace's device, got {value.device}")
         return value
@@ -300,8 +301,8 @@ class _Preparation:
         missing = [name for name in OUTPUTS if name in needed and given[name] is None]
         if missing:
             raise ArgumentValueError(
-                f"{spec.pattern.name} (code {int(spec.pattern)}) writes {', '.join(missing)}, which must be given, got "
-                "None"
+                f"{spec.pattern.name} (code {int(spec.pattern)}) writes {', '.join(missing)}, which must be given, "
+                "got None"
             )
         outputs: dict[str, torch.Tensor] = {}
         for name in OUTPUTS:
@@ -317,9 +318,7 @@ class _Preparation:
                 outputs[name] = self._operand(name, rows)
         return outputs
 
-    def _scale_out(
-        self, quantization: Quantization, layout: QuantizationSFLayout, group_size: int
-    ) -> torch.Tensor:
+    def _scale_out(self, quantization: Quantization, layout: QuantizationSFLayout, group_size: int) -> torch.Tensor:
         if quantization is Quantization.DYNAMIC_FP8:
             return self._operand("scale_out", (self.tokens, 1), (torch.float32,))
         value = self._plain("scale_out")
@@ -332,8 +331,8 @@ class _Preparation:
             )
             if tuple(value.shape) != shape or not fits or value.dtype != torch.int32:
                 raise ArgumentValueError(
-                    f"scale_out must be int32 of shape {shape} and strides {stride} (columns of words, each padded to "
-                    f"four tokens), got {dtype_name(value.dtype)} of shape {tuple(value.shape)} and strides "
+                    f"scale_out must be int32 of shape {shape} and strides {stride} (columns of words, padded to four "
+                    f"tokens each), got {dtype_name(value.dtype)} of shape {tuple(value.shape)} and strides "
                     f"{value.stride()}"
                 )
             return value
@@ -341,7 +340,7 @@ class _Preparation:
         nbytes = value.numel() * value.element_size()
         if not value.is_contiguous() or nbytes < needed:
             raise ArgumentValueError(
-                f"scale_out must be contiguous and hold {needed} bytes in layout {layout.name} (of any element type), "
+                f"scale_out must be contiguous and hold {needed} bytes in layout {layout.name} (any element type), "
                 f"got {nbytes} bytes, strides {value.stride()}"
             )
         return value
@@ -372,4 +371,4 @@ def _same(x: torch.Tensor, y: torch.Tensor) -> bool:
 
 
 def _names(dtypes: Sequence[torch.dtype]) -> str:
-    return " or ".join(dtype_name(cast("torch.dtype", dtype)) for dtype in dtypes)
+    return " or ".join(dtype_name(dtype) for dtype in dtypes)

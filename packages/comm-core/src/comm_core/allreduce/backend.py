@@ -61,7 +61,7 @@ class FusionCall:
     """One call whose arguments were found good on this rank; outputs that the pattern returns are there.
 
     ``T`` tokens of ``H`` elements, ``[T, H]`` contiguous and of `dtype` unless said otherwise. An output may be the
-    very same tensor as an input (`norm_out` as `input`, `residual_out` as `residual_in`); other overlaps were refused.
+    very same tensor as an input (`norm_out` as `input`, `residual_out` as `residual_in`); other overlaps are refused.
 
     Attributes:
         pattern: what to compute.

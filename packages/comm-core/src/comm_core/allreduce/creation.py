@@ -106,9 +106,7 @@ class Arguments:
         if world_size is not None and positive_int(world_size, "world_size") != group.size:
             raise ArgumentValueError(f"world_size must be {group.size}, the ranks of the group, got {world_size}")
         if rank is not None and count(rank, "rank", 1 << 30) != group.rank:
-            raise ArgumentValueError(
-                f"rank must be {group.rank}, this process's rank within the group, got {rank}"
-            )
+            raise ArgumentValueError(f"rank must be {group.rank}, this process's rank within the group, got {rank}")
         if comm_backend is None:
             return
         other = CommBackendGroup(comm_backend)
@@ -137,5 +135,7 @@ class Arguments:
 
 def _json(name: str, value: object) -> Json:
     if not isinstance(value, (bool, int, float, str)):
-        raise ArgumentTypeError(f"{name} must be a bool, a number, a str or a torch.dtype, got {type(value).__name__}")
+        raise ArgumentTypeError(
+            f"{name} must be a bool, a number, a str or a torch.dtype, got {type(value).__name__}"
+        )
     return value

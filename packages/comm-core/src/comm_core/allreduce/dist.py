@@ -1,7 +1,7 @@
 """``backend="dist"``: every pattern over torch.distributed, as the reference computes it.
 
-Each rank gathers what all ranks contribute and adds it up in rank order, in float32, so that all of them have the same
-bits. It moves W times the bytes of an all-reduce and is not made for speed: it is what every group can use, on CPU
+Each rank gathers what all ranks contribute and adds it up in rank order, in float32, so that all of them have the
+same bits. It moves W times the bytes of an all-reduce and is not made for speed: it is what every group can use, on CPU
 tensors too, and what the kernels of other backends are tested against.
 """
 
@@ -159,9 +159,7 @@ def _contribution(call: FusionCall) -> torch.Tensor:
     """Return what this rank adds to the sum: contiguous ``[T, H]``."""
     if call.reduction is not None:
         experts = call.reduction
-        return reference.moe_reduce(
-            experts.expert_outputs, experts.scales, experts.token_input, experts.num_experts
-        )
+        return reference.moe_reduce(experts.expert_outputs, experts.scales, experts.token_input, experts.num_experts)
     if call.finalize is not None:
         slots = call.finalize
         return reference.moe_finalize(call.input, slots.rows, slots.scales, slots.shared_expert_output)

@@ -148,9 +148,7 @@ def create_allreduce_fusion_workspace(
     resolved = resolve(members, asked)
     # The ranks agreed on one device type, so every rank has a device.
     assert arguments.device is not None
-    opened, decision, reason = open_first(
-        resolved, partial(_open, members, arguments.device), AllReduceBackendError
-    )
+    opened, decision, reason = open_first(resolved, partial(_open, members, arguments.device), AllReduceBackendError)
     opened.bind(members, decision, reason)
     return opened
 
@@ -176,7 +174,7 @@ def _ready(name: str, opened: object) -> None:
 
 
 def allreduce_fusion(
-    input: torch.Tensor,  # noqa: A002 - the specified name
+    input: torch.Tensor,
     workspace: AllReduceFusionWorkspace,
     pattern: AllReduceFusionPattern | int,
     launch_with_pdl: bool = False,
@@ -259,7 +257,7 @@ def allreduce_fusion(
     """
     given: dict[str, object] = {**locals()}
     del given["workspace"]
-    if not isinstance(workspace, AllReduceFusionWorkspace):
+    if not isinstance(workspace, AllReduceFusionWorkspace):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ArgumentTypeError(
             f"workspace must be an AllReduceFusionWorkspace (create_allreduce_fusion_workspace makes one), got "
             f"{type(workspace).__name__}"

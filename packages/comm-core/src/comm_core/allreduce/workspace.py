@@ -196,8 +196,8 @@ class AllReduceFusionWorkspace(ABC):
         if call.pattern not in self.patterns:
             offered = ", ".join(f"{item.name} ({int(item)})" for item in sorted(self.patterns))
             raise UnsupportedError(
-                f"pattern {call.pattern.name} ({int(call.pattern)}) is not computed by backend {self.backend!r}, which "
-                f"has {offered}; backend='dist' has every pattern"
+                f"pattern {call.pattern.name} ({int(call.pattern)}) is not computed by backend {self.backend!r}, "
+                f"which has {offered}; backend='dist' has every pattern"
             )
         if not self.is_buffer_size_sufficient(
             self.world_size, call.tokens, call.hidden, call.dtype, call.use_oneshot

@@ -154,8 +154,8 @@ def find() -> Toolchain:
 
 
 def _ask(nvcc: str, source: str) -> Toolchain:
-    # Short runs side by side; together they are most of what a warm start costs. Which host compiler nvcc uses is only
-    # known at the end of one of them, but it is nearly always this one.
+    # Short runs side by side; together they are most of what a warm start costs. Which host compiler nvcc uses is
+    # only known at the end of one of them, but it is nearly always this one.
     guess = shutil.which("g++")
     with ThreadPoolExecutor(1) as pool:
         guessed = None if guess is None else pool.submit(_host_version, guess)
