@@ -441,10 +441,12 @@ def pack_group_scales(codes: torch.Tensor) -> torch.Tensor:
         raise ArgumentValueError(f"codes must be [tokens, groups], got {tuple(codes.shape)}")
     tokens, groups = codes.shape
     shape = packed_scale_shape(tokens, groups)
-    padded = codes.new_zeros((tokens, shape[1] * 4))
-    padded[:, :groups] = codes
+    padded = torch.zeros((*shape, 4), dtype=torch.int32, device=codes.device)
+    padded.view(tokens, shape[1] * 4)[:, :groups] = codes
+    # Shifts, not a view of bytes as words: torch refuses that for strides of empty and of single rows.
+    words = padded[..., 0] | padded[..., 1] << 8 | padded[..., 2] << 16 | padded[..., 3] << 24
     storage = torch.zeros(packed_scale_storage(tokens, groups), dtype=torch.int32, device=codes.device)
-    return storage.as_strided(shape, packed_scale_stride(tokens)).copy_(padded.view(torch.int32))
+    return storage.as_strided(shape, packed_scale_stride(tokens)).copy_(words)
 
 
 def unpack_group_scales(words: torch.Tensor, groups: int) -> torch.Tensor:
@@ -458,4 +460,5 @@ def unpack_group_scales(words: torch.Tensor, groups: int) -> torch.Tensor:
         raise ArgumentTypeError(f"words must be int32, got {words.dtype}")
     if words.dim() != 2 or words.shape != packed_scale_shape(words.shape[0], groups):
         raise ArgumentValueError(f"words must be [tokens, {-(-groups // 4)}], got {tuple(words.shape)}")
-    return words.contiguous().view(torch.uint8)[:, :groups]
+    parts = torch.stack([(words >> shift) & 255 for shift in (0, 8, 16, 24)], dim=-1)
+    return parts.reshape(words.shape[0], words.shape[1] * 4)[:, :groups].to(torch.uint8)
