@@ -316,13 +316,12 @@ def checked(group: Any, case: str) -> tuple[str, str, bool]:
                 "pattern": {"pattern": 1, "residual_in": x, "rms_gamma": x[0]},
                 "oneshot": {"use_oneshot": True},
             }[case]
+        name, text = "accepted", ""
         try:
             allreduce_fusion(workspace=workspace, **given)
         except CommError as error:
-            outcome = type(error).__name__, str(error)
-        else:
-            outcome = "accepted", ""
-        return (*outcome, bool((allreduce_fusion(x, workspace, 0) == group.size()).all()))
+            name, text = type(error).__name__, str(error)
+        return name, text, bool((allreduce_fusion(x, workspace, 0) == group.size()).all())
 
 
 @pytest.mark.parametrize("case", ["missing", "capacity", "dtype", "tokens", "pattern", "oneshot"])

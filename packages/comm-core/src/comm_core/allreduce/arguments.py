@@ -331,8 +331,8 @@ class _Preparation:
             )
             if tuple(value.shape) != shape or not fits or value.dtype != torch.int32:
                 raise ArgumentValueError(
-                    f"scale_out must be int32 of shape {shape} and strides {stride} (columns of words, padded to four "
-                    f"tokens each), got {dtype_name(value.dtype)} of shape {tuple(value.shape)} and strides "
+                    f"scale_out must be int32 of shape {shape} and strides {stride} (columns of words, padded to "
+                    f"four tokens each), got {dtype_name(value.dtype)} of shape {tuple(value.shape)} and strides "
                     f"{value.stride()}"
                 )
             return value

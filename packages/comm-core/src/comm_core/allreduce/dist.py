@@ -1,8 +1,8 @@
 """``backend="dist"``: every pattern over torch.distributed, as the reference computes it.
 
 Each rank gathers what all ranks contribute and adds it up in rank order, in float32, so that all of them have the
-same bits. It moves W times the bytes of an all-reduce and is not made for speed: it is what every group can use, on CPU
-tensors too, and what the kernels of other backends are tested against.
+same bits. It moves W times the bytes of an all-reduce and is not made for speed: it is what every group can use, on
+CPU tensors too, and what the kernels of other backends are tested against.
 """
 
 from __future__ import annotations
