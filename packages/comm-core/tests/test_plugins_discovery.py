@@ -13,6 +13,7 @@ import pytest
 from comm_core import plugins
 from comm_core._json import JsonObject
 from comm_core.errors import PluginError
+from comm_core.plugins import discovery
 from comm_core.plugins.discovery import PluginReport, Registry, discover
 from comm_core.plugins.discovery import _Found as Found
 from comm_core.plugins.hookspecs import API_VERSION, hookimpl
@@ -198,6 +199,25 @@ def test_blocking_by_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     assert by_name(registry)["a"].state == "blocked" and set(registry.transports) == {"b"}
     monkeypatch.setenv("COMM_BLOCK_PLUGINS", "*")
     assert set(plugins.registry().transports) == {"gloo", "nccl", "windows", "windows-ce"}
+
+
+def test_a_blocked_plugin_takes_no_name_from_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests register a plugin by code under its own name, whether or not it is installed as well."""
+    pair = [found("a", plugin("a"), "installed"), Found("a", lambda: plugin("a"))]
+    assert [report.state for report in discover(pair).reports] == ["duplicate", "duplicate"]
+    registry = discover(pair, frozenset({"*"}))
+    assert [(report.distribution, report.state) for report in registry.reports] == [
+        ("", "loaded"),
+        ("installed", "blocked"),
+    ]
+    assert set(registry.transports) == {"a"}
+    assert not discover(pair, frozenset({"a"})).transports
+    monkeypatch.setattr(discovery, "_entry_points", lambda: [found("a", plugin("a"), "installed")])
+    monkeypatch.setenv("COMM_BLOCK_PLUGINS", "*")
+    try:
+        assert plugins.register("a", plugin("a")).state == "loaded"
+    finally:
+        plugins.unregister("a")
 
 
 def test_plugins_can_be_registered_by_code_and_removed() -> None:

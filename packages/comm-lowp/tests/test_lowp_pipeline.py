@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from comm_core.errors import ArgumentValueError, JitBuildError, TransportError, UnsupportedError
+from comm_core.consensus import joint
+from comm_core.errors import ArgumentValueError, JitBuildError, JointError, TransportError, UnsupportedError
 from comm_core.group import Group
 from comm_core.testing.ranks import run_threads, run_threads_outcomes
 from comm_core.transport import strided
@@ -166,7 +167,7 @@ class TorchKernels:
     def direct(self, session: Any, grid: Grid, dtype: torch.dtype) -> Any:
         encoder = pipeline.KernelEncoder(self, grid, dtype)  # type: ignore[arg-type]
         host = SimpleNamespace(session=session, device=torch.device("cpu"), dtype=dtype)
-        return pipeline.ExchangePipeline(host, grid, encoder)  # type: ignore[arg-type]
+        return pipeline.ExchangePipeline(host, grid, lambda: encoder)  # type: ignore[arg-type]
 
 
 def host_of(group: Group, session: Any, case: Case = CASE) -> CodecHost:
@@ -263,6 +264,53 @@ def test_a_transport_that_moves_no_bytes_is_refused_on_every_rank():
         assert "moves no single bytes" in str(outcome.exception)
 
 
+class JointSession(HubSession):
+    """As one over windows: all ranks allocate an output together."""
+
+    group: Group
+
+    def allocate_output(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        joint(self.group, "allocate an output", lambda: None)
+        return super().allocate_output(shape, dtype, device)
+
+
+def prepare_twice(group: Group, hub: Hub, case: Case) -> list[str]:
+    session = JointSession(hub, group.rank, REGISTERED)
+    session.group = group
+    outcomes = []
+    for _ in range(2):
+        try:
+            qkv.prepare(host_of(group, session, case), (case.batch, case.rows, case.heads, case.head_dim), None)
+        except JointError as error:
+            outcomes.append(str(error))
+        else:
+            outcomes.append("prepared")
+    return outcomes
+
+
+@pytest.mark.parametrize("case", [CASE, MANY_HEADS], ids=["small", "large_statistics"])
+@pytest.mark.parametrize("with_kernels", [False, True])
+@pytest.mark.parametrize("after", range(2))
+def test_memory_that_one_rank_lacks_is_told_by_all_alike(monkeypatch, case, with_kernels, after):
+    """What ranks allocate together comes first: none waits there for a rank that has failed alone."""
+    real, calls = torch.empty, []
+
+    def empty(*arguments: Any, **keywords: Any) -> torch.Tensor:
+        if threading.current_thread().name == "rank 1":
+            calls.append(None)
+            if len(calls) == own + after + 1:
+                raise MemoryError("there is no more")
+        return real(*arguments, **keywords)
+
+    # The outputs of this stand-in are made by the same function; theirs is a joint failure of its own.
+    own = 2 if case is MANY_HEADS else 1
+    made = TorchKernels()
+    monkeypatch.setattr(qkv, "kernels_for", lambda device, size: made if with_kernels else None)
+    monkeypatch.setattr(torch, "empty", empty)
+    outcomes = run_threads(case.ranks, prepare_twice, Hub(case.ranks), case, group_timeout_s=3)
+    assert outcomes == [["prepare_qkv: allocate: rank 1: MemoryError: there is no more", "prepared"]] * case.ranks
+
+
 # The primitives over kernels
 
 
@@ -303,6 +351,9 @@ def test_kernels_are_for_cuda_devices_and_can_be_switched_off(monkeypatch):
     assert dispatch.kernels_for(torch.device("cpu")) is None
     assert dispatch.kernels_for(CUDA) is loaded and dispatch.kernels_for(CUDA, MAX_RANKS) is loaded
     assert dispatch.kernels_for(CUDA, MAX_RANKS + 1) is None
+    monkeypatch.setenv("COMM_LOWP_KERNELS", "require")
+    with pytest.raises(UnsupportedError, match=f"at most {MAX_RANKS} ranks"):
+        dispatch.kernels_for(CUDA, MAX_RANKS + 1)
     monkeypatch.setenv("COMM_LOWP_KERNELS", "off")
     assert dispatch.kernels_for(CUDA) is None
     monkeypatch.setenv("COMM_LOWP_KERNELS", "never")

@@ -308,6 +308,7 @@ def refusals(group: Any) -> list[str]:
                 ("another layout", value, "out.layout", good._replace(layout="sage2_sm89_sm120")),
                 ("another length", value, "used_sequence", good._replace(used_sequence=71)),
                 ("another input dtype", value, "input_dtype", good._replace(input_dtype=F16)),
+                ("metadata without a hash", value, "out.layout", good._replace(layout=["sage2_sm90"])),
                 ("two outputs in one place", value, "overlap out.q", overlapping),
                 ("the workspace's storage", value, "workspace", good._replace(q=inside)),
                 ("an input's storage", value, "overlap q", good._replace(k=alias)),
@@ -370,6 +371,7 @@ def checked(group: Any) -> list[tuple[str, str]]:
                 if rank == 1:
                     late[0, 30:] = torch.nan  # beyond the live rows: it is padding that is not zero
                 found.append(call(q=late))
+                found.append(call(object() if rank else workspace))
                 found.append(call())
     finally:
         del os.environ["COMM_CHECK"]
@@ -384,7 +386,9 @@ def test_checked_mode_finds_values_that_would_spoil_everything(ranks: RankPool) 
         assert (first[number][0], second[number][0]) == ("JointValueError", "ArgumentValueError")
     assert "used_sequence=75" in first[3][1] and "used_sequence=70" in first[3][1] and first[3] == second[3]
     assert "of rank 1 is nan" in first[4][1] and "beyond used_sequence=70" in first[4][1]
-    assert first[5] == second[5] == ("", "")
+    assert first[5][0] == "JointValueError" and second[5][0] == "ArgumentTypeError"
+    assert "rank 1: workspace must come from prepare_qkv" in first[5][1]
+    assert first[6] == second[6] == ("", "")
 
 
 def half_prepared(group: Any, stage: str) -> tuple[list[tuple[str, str]], float]:
@@ -483,6 +487,34 @@ def test_autograd_learns_that_outputs_were_written() -> None:
         assert encoded.v_scale._version > version
         needs = x.clone().requires_grad_()
         assert not any(t.requires_grad for t in comm.scatter_qkv(needs, needs, needs, workspace=workspace)[:6])
+
+
+def inference(group: Any) -> bool:
+    """Storage of inference mode, used outside of it, and the other way round: the bytes are those of always."""
+    case = Case(2, 1, 2, 40, 70, 64, BF16, "sage2_sm90")
+    with codec(case.layout):
+        q, k, v = shards(case, group.rank())
+        with communicator(group, q) as comm:
+            with torch.inference_mode():
+                workspace = comm.prepare_qkv(q.shape, used_sequence=case.used)
+                first = comm.scatter_qkv(q, k, v, workspace=workspace)
+                assert first.q.is_inference()
+            expected = arrays(comm.scatter_qkv(q, k, v, workspace=comm.prepare_qkv(q.shape, used_sequence=case.used)))
+            plain = comm.scatter_qkv(q, k, v, workspace=workspace)
+            for x in (*first[:6], *plain[:6]):
+                with torch.inference_mode():
+                    x.view(torch.uint8).fill_(0x5A)
+            comm.scatter_qkv(q, k, v, workspace=workspace, out=first)
+            with torch.inference_mode():
+                comm.scatter_qkv(q, k, v, workspace=workspace, out=plain)
+            for record in (first, plain):
+                for mine, right, name in zip(arrays(record), expected, FIELDS, strict=True):
+                    oracle.assert_same_bytes(mine, right, name)
+    return True
+
+
+def test_inference_mode_may_end_between_preparation_and_call(ranks: RankPool) -> None:
+    assert ranks.run(inference, ranks=2) == [True, True]
 
 
 def test_a_missing_codec_is_named_on_every_rank(ranks: RankPool) -> None:

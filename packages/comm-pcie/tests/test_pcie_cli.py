@@ -23,9 +23,9 @@ _SPEC.loader.exec_module(sysfs)
 
 @pytest.fixture(autouse=True)
 def _registered() -> Iterator[None]:
-    plugins.register("pcie", PciePlugin())
+    plugins.register("pcie under test", PciePlugin())
     yield
-    plugins.unregister("pcie")
+    plugins.unregister("pcie under test")
 
 
 def plan(*arguments: object, capsys: pytest.CaptureFixture[str]) -> tuple[int, dict]:

@@ -19,7 +19,7 @@ from comm_pcie import ExperimentalWarning
 def decided(group: Any, backend: str) -> tuple[str, str, str]:
     from comm_pcie.plugin import PciePlugin
 
-    plugins.register("pcie", PciePlugin())
+    plugins.register("pcie under test", PciePlugin())
     try:
         # A decision opens nothing, so it warns of nothing.
         with warnings.catch_warnings():
@@ -31,7 +31,7 @@ def decided(group: Any, backend: str) -> tuple[str, str, str]:
     except (JointValueError, UlyssesBackendError) as error:
         return type(error).__name__, "", str(error)
     finally:
-        plugins.unregister("pcie")
+        plugins.unregister("pcie under test")
 
 
 def environment(file: Path, **more: str) -> dict[str, str]:

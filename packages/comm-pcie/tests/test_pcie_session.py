@@ -13,6 +13,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ import torch
 
 from comm_core import UlyssesCommunicator, _cuda, jit, plugins
 from comm_core.errors import (
+    ArgumentTypeError,
     ArgumentValueError,
     CommError,
     JointError,
@@ -160,9 +162,9 @@ def host(modules: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[HostTranspor
     monkeypatch.setattr(InProcessMemory, "unmap", unmap)
     # Threads share one set of filters, so what a communicator warns of is tested by itself.
     monkeypatch.setattr(pcie_warnings, "_given", _Everything())
-    plugins.register("pcie", Plugin())
+    plugins.register("pcie under test", Plugin())
     yield transport
-    plugins.unregister("pcie")
+    plugins.unregister("pcie under test")
     gc.collect()
     library = modules.library
     assert library.host_problem() is None
@@ -512,6 +514,9 @@ def buffers(group: Group) -> bool:
         ):
             with pytest.raises(ArgumentValueError, match="input_buffer"):
                 comm.input_buffer(bad, shape)
+        for bad, shape in ((None, x.shape), (out, 4), (out, "4")):
+            with pytest.raises(ArgumentTypeError, match="input_buffer"):
+                comm.input_buffer(bad, shape)  # pyright: ignore[reportArgumentType]
         return same and other
 
 
@@ -849,6 +854,17 @@ def test_a_link_that_hangs_is_ended_and_vetoes(monkeypatch: pytest.MonkeyPatch, 
     assert time.monotonic() - started < 15
     plane = "kernel stores" if "stores" in fault else "copy engine"
     assert texts[0] == texts[1] and f"ranks 1→0: {plane}: no answer within 1.5 s" in texts[0]
+
+
+def test_a_test_that_dies_vetoes_and_says_how(monkeypatch: pytest.MonkeyPatch) -> None:
+    """B2: a driver that ends the process that tests names the pair; one that never begins is no verdict on any."""
+    monkeypatch.setenv("HOST_LINK_FAULT", "crash-copies:1:0")
+    texts = run_threads(2, refused_everywhere)
+    assert texts[0] == texts[1] and "ranks 1→0: copy engine: the test ended with signal 6" in texts[0]
+    selftest.forget()
+    with pytest.raises(TransportError, match=r"did not begin: the test ended with exit code 1 \(.*no such library"):
+        selftest.run_tests(Path("/no such library"), [(gpu_uuid(0), gpu_uuid(1))])
+    assert selftest._known == {}
 
 
 def test_verdicts_are_kept_a_process_and_pair(monkeypatch: pytest.MonkeyPatch) -> None:

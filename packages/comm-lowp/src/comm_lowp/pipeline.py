@@ -12,7 +12,8 @@ A `Pipeline` owns the storage of one geometry and is called with the inputs and 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -90,7 +91,8 @@ class TorchEncoder(Encoder):
         final = primitives.torch_final(gathered, self._context)
         self._context, self._final = None, final
         first = self._grid.rank * self._grid.local_heads
-        v_scale.copy_(final.v_scale[:, first : first + self._grid.local_heads])
+        with _writing((v_scale,)):
+            v_scale.copy_(final.v_scale[:, first : first + self._grid.local_heads])
 
     def pack(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, send: torch.Tensor) -> None:
         """See `Encoder.pack`."""
@@ -100,7 +102,13 @@ class TorchEncoder(Encoder):
 
     def unpack(self, received: torch.Tensor, outs: Outputs) -> None:
         """See `Encoder.unpack`."""
-        primitives.torch_unpack(received, self._grid, outs)
+        with _writing(outs):
+            primitives.torch_unpack(received, self._grid, outs)
+
+
+def _writing(outs: Outputs) -> AbstractContextManager[object]:
+    """Let torch write `outs`: tensors that were made in inference mode only in that mode."""
+    return torch.inference_mode() if any(x.is_inference() for x in outs) else nullcontext()
 
 
 class KernelEncoder(Encoder):
@@ -156,35 +164,34 @@ class ExchangePipeline(Pipeline):
 
     name = "exchange"
 
-    def __init__(self, host: CodecHost, grid: Grid, encoder: Encoder) -> None:
+    def __init__(self, host: CodecHost, grid: Grid, make_encoder: Callable[[], Encoder]) -> None:
         session = self._session = host.session
-        self._encoder = encoder
         spec, device = grid.payload, host.device
-        self._flat = torch.empty(grid.statistics_elems, dtype=torch.float32, device=device)
-        self._send = torch.empty(spec.world_size, spec.chunk_bytes, dtype=torch.uint8, device=device)
-        self._gathered, self._receive = self._flat.view(1, -1), self._send
-        self._gather_staging: Staging | None = None
-        nbytes = self._flat.nbytes
+        nbytes = 4 * grid.statistics_elems
         # A gather that is not small is an ordinary exchange.
         self._gather_plan = small_plan(nbytes, grid.rank, spec.world_size) if nbytes > SMALL_BYTES else None
         self._plan = plans.exchange_chunks(spec.chunk_bytes, 1, grid.rank, spec.world_size)
-        if session is None:
-            return
-        shape = (spec.world_size, grid.statistics_elems)
-        registered = session.properties.registered_outputs
+        shape, payload_shape = (spec.world_size, grid.statistics_elems), (spec.world_size, spec.chunk_bytes)
+        gathered = received = None
+        # First what all ranks allocate together: one that fails alone before that is not where the others wait.
         # Staging is sized for payloads, and statistics of very short sequences are larger: an output of the
         # transport's own needs none.
-        if self._gather_plan is not None:
-            self._gathered = session.allocate_output(shape, torch.float32, device)
-        else:
-            self._gathered = torch.empty(shape, dtype=torch.float32, device=device)
-        if self._gather_plan is not None and session.properties.staging:
+        if session is not None and self._gather_plan is not None:
+            gathered = session.allocate_output(shape, torch.float32, device)
+        if session is not None and session.properties.registered_outputs:
+            received = session.allocate_output(payload_shape, torch.uint8, device)
+        self._encoder = make_encoder()
+        self._flat = torch.empty(grid.statistics_elems, dtype=torch.float32, device=device)
+        self._send = torch.empty(payload_shape, dtype=torch.uint8, device=device)
+        self._gathered, self._receive = self._flat.view(1, -1), self._send
+        self._gather_staging: Staging | None = None
+        if session is None:
+            return
+        self._gathered = torch.empty(shape, dtype=torch.float32, device=device) if gathered is None else gathered
+        self._receive = torch.empty_like(self._send) if received is None else received
+        if gathered is not None and session.properties.staging:
             send = torch.empty(spec.world_size * nbytes, dtype=torch.uint8, device=device)
-            self._gather_staging = Staging(send, self._gathered.view(torch.uint8).view(-1))
-        if registered:
-            self._receive = session.allocate_output(tuple(self._send.shape), torch.uint8, device)
-        else:
-            self._receive = torch.empty_like(self._send)
+            self._gather_staging = Staging(send, gathered.view(torch.uint8).view(-1))
 
     @property
     def buffers(self) -> tuple[torch.Tensor, ...]:
@@ -237,7 +244,7 @@ def make_pipeline(host: CodecHost, grid: Grid, kernels: Kernels | None, *, every
     """
     session = host.session
     if kernels is None:
-        return ExchangePipeline(host, grid, TorchEncoder(grid))
+        return ExchangePipeline(host, grid, lambda: TorchEncoder(grid))
     if everywhere and session is not None and session.properties.peer_pointers and hasattr(session, "launch_context"):
         return DirectPipeline(kernels, cast("PeerSession", session), grid, host.dtype)
-    return ExchangePipeline(host, grid, KernelEncoder(kernels, grid, host.dtype))
+    return ExchangePipeline(host, grid, lambda: KernelEncoder(kernels, grid, host.dtype))

@@ -286,8 +286,9 @@ def _key(q: object, k: object, v: object, out: object) -> Hashable | None:
             if type(x) is not torch.Tensor or x.is_neg():
                 return None
             parts.append((x.data_ptr(), x.shape, x.stride(), x.dtype, x.device))
-    except (RuntimeError, NotImplementedError):
-        return None  # a tensor that can't be asked such things; the checks say why
+        hash(metadata)
+    except (RuntimeError, NotImplementedError, TypeError):
+        return None  # what can't be asked such things; the checks say why
     return (*parts, metadata)
 
 
@@ -334,7 +335,9 @@ def prepare(host: CodecHost, qkv_shape: object, used_sequence: object) -> Ulysse
     made: list[Pipeline] = []
 
     def allocate() -> None:
-        made.append(make_pipeline(host, grid, kernels[0] if kernels else None, everywhere=everywhere))
+        # Storage that was made in inference mode could not be written outside of it.
+        with torch.inference_mode(False):
+            made.append(make_pipeline(host, grid, kernels[0] if kernels else None, everywhere=everywhere))
 
     joint(host.group, "prepare_qkv: allocate", allocate)
     return _new_workspace(host, grid, made[0])

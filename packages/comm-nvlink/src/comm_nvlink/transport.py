@@ -77,7 +77,7 @@ class NvlinkTransport(Transport):
     version = __version__
     wire = 1
     priority = 100
-    verified_on = ()
+    verified_on = ("several ranks on one GPU", "two GPUs with NVLink")
 
     def probe(self, context: ProbeContext) -> JsonObject:
         """See `Transport.probe`."""

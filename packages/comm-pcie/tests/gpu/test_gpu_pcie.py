@@ -71,7 +71,7 @@ class TestPcie(TransportContract):
 
 def open_comm(group: Any, **changes: Any) -> UlyssesCommunicator:
     if "pcie" not in plugins.registry().transports:
-        plugins.register("pcie", make_plugin())
+        plugins.register("pcie under test", make_plugin())
     device = torch.device("cuda", group.rank() % torch.cuda.device_count())
     torch.cuda.set_device(device)
     arguments = {"max_bytes": 1 << 20, "dtype": torch.bfloat16, "device": device, **changes}

@@ -8,48 +8,16 @@ from __future__ import annotations
 
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from typer.core import TyperGroup
+
+from comm_core.cli.groups import plugin_group
 
 __all__ = ["app"]
 
 
-class _Benchmarks(TyperGroup):
-    """Adds the benchmarks of plugins: commands that they call ``bench NAME``."""
-
-    def list_commands(self, ctx: Any) -> list[str]:
-        from comm_core.cli.commands import plugin_commands_below
-
-        own = super().list_commands(ctx)
-        return [*own, *(name for name in plugin_commands_below("bench") if name not in own)]
-
-    # The types of the command-line library are private to typer in newer releases and public in older ones.
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        built_in = super().get_command(ctx, cmd_name)
-        if built_in is not None or cmd_name.startswith("-"):
-            return built_in
-        from comm_core.cli.commands import plugin_command
-
-        return plugin_command(f"bench {cmd_name}")
-
-
-app = typer.Typer(
-    name="bench",
-    cls=_Benchmarks,
-    help="Measure: each time beside the least that the hardware allows, found in the same run.",
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-
-
-@app.callback()
-def _options() -> None:
-    """Measure: each time beside the least that the hardware allows, found in the same run."""
+app = plugin_group("bench", "Measure: each time beside the least that the hardware allows, found in the same run.")
 
 
 class _Where(str, Enum):

@@ -150,7 +150,7 @@ _HOOKS: tuple[tuple[str, str, tuple[tuple[str, type], ...]], ...] = (
 def discover(found: Iterable[_Found], blocked: frozenset[str] = frozenset()) -> Registry:
     """Load `found` one by one and return what they provide.
 
-    Two plugins with one name are both refused, unless one of them is built in, which then stays.
+    Two plugins with one name are both refused, unless one of them is built in, which then stays, or blocked.
     """
     items = list(found)
     result = Registry()
@@ -168,9 +168,9 @@ def _load_one(
     item: _Found, items: Sequence[_Found], result: Registry, manager: pluggy.PluginManager, blocked: frozenset[str]
 ) -> PluginReport:
     base = PluginReport(item.name, item.distribution, item.version)
-    if not item.built_in and (item.name in blocked or ("*" in blocked and item.distribution)):
+    if _is_blocked(item, blocked):
         return replace(base, state="blocked", error="blocked by COMM_BLOCK_PLUGINS")
-    twins = [other for other in items if other.name == item.name and other is not item]
+    twins = [o for o in items if o.name == item.name and o is not item and not _is_blocked(o, blocked)]
     if twins and not item.built_in:
         others = ", ".join(f"{other.distribution or 'code'} {other.version}".strip() for other in twins)
         return replace(base, state="duplicate", error=f"the name {item.name!r} is also provided by {others}")
@@ -191,6 +191,10 @@ def _load_one(
         text = str(error) if isinstance(error, PluginError) else f"{type(error).__name__}: {error}"
         loaded = replace(base, state=state, error=text)
     return replace(loaded, seconds=round(time.perf_counter() - started, 4))
+
+
+def _is_blocked(item: _Found, blocked: frozenset[str]) -> bool:
+    return not item.built_in and (item.name in blocked or ("*" in blocked and item.distribution != ""))
 
 
 class _Incompatible(PluginError):
@@ -320,7 +324,8 @@ def register(name: str, plugin: object) -> PluginReport:
     with _State.lock:
         _State.registered.append(_Found(name, lambda: plugin))
         _State.current = None
-        return next(item for item in reversed(report()) if item.name == name)
+        # Not the report of an installed plugin of that name, which may be blocked.
+        return next(item for item in report() if item.name == name and not item.distribution)
 
 
 def unregister(name: str) -> None:

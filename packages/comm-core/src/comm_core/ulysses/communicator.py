@@ -7,7 +7,7 @@ import threading
 import warnings
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 
@@ -417,14 +417,19 @@ class UlyssesCommunicator:
         """Return the transport's own input staging behind a registered output, as a view of `shape`.
 
         Raises:
-            UnsupportedError: the transport has none; the RDMA routes of comm-pcie do.
+            UnsupportedError: the transport has none; that of comm-pcie has.
+            ArgumentTypeError: `out` is no tensor, or `shape` no sequence.
         """
         self._usable("input_buffer")
         if self._session is None or not self._session.properties.registered_outputs:
             raise UnsupportedError(
                 f"{self.backend} stages no inputs, so there is nothing to build an operand in: pass any tensor. "
-                f"Input buffers belong to the RDMA routes of backend 'pcie'; {known.install_hint('pcie')}"
+                f"Input buffers belong to backend 'pcie' above one rank; {known.install_hint('pcie')}"
             )
+        if not isinstance(out, torch.Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ArgumentTypeError(f"input_buffer: out must be a torch.Tensor, got {type(out).__name__}")
+        if isinstance(shape, (str, bytes)) or not isinstance(shape, Sequence):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ArgumentTypeError(f"input_buffer: shape must be a sequence of ints, got {type(shape).__name__}")
         return self._session.input_buffer(out, tuple(shape))
 
     # Encodings
@@ -478,10 +483,8 @@ class UlyssesCommunicator:
             TransportError: the exchange failed; the communicator is then broken.
         """
         if not isinstance(workspace, CodecWorkspace):  # pyright: ignore[reportUnnecessaryIsInstance]
-            self._usable("scatter_qkv")
-            raise ArgumentTypeError(
-                f"workspace must come from prepare_qkv, got {type(workspace).__name__}; {known.install_hint('sage2')}"
-            )
+            # As a call, because in checked mode the other ranks wait for this one's word.
+            return self._run_encoded("scatter_qkv", _refuse_workspace, workspace)
         return workspace.scatter_qkv(self._host, q, k, v, out)
 
     @cached_property
@@ -656,6 +659,12 @@ class UlyssesCommunicator:
             f"UlyssesCommunicator(rank={self.rank}/{self.world_size}, backend={self.backend!r}, "
             f"dtype={dtype_name(self.dtype)}, device={self.device}, max_bytes={self.max_bytes}, {state})"
         )
+
+
+def _refuse_workspace(workspace: object) -> NoReturn:
+    raise ArgumentTypeError(
+        f"workspace must come from prepare_qkv, got {type(workspace).__name__}; {known.install_hint('sage2')}"
+    )
 
 
 def _passthrough(operation: str, call: Call, device: torch.device) -> torch.Tensor:

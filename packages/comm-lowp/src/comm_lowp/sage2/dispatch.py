@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from comm_core.errors import CommError
+from comm_core.errors import CommError, UnsupportedError
 from comm_core.windows.signals import MAX_RANKS
 from comm_lowp import _env
 
@@ -27,10 +27,14 @@ def kernels_for(device: torch.device, world_size: int = 1) -> Kernels | None:
     and where the kernels can't be built or loaded; the reason is then logged once.
 
     Raises:
-        CommError: they can't be built or loaded, and ``COMM_LOWP_KERNELS=require``.
+        CommError: they can't be built or loaded, or take fewer ranks, and ``COMM_LOWP_KERNELS=require``.
     """
     mode = _env.kernels()
-    if device.type != "cuda" or mode == "off" or world_size > MAX_RANKS:
+    if device.type != "cuda" or mode == "off":
+        return None
+    if world_size > MAX_RANKS:
+        if mode == "require":
+            raise UnsupportedError(f"COMM_LOWP_KERNELS=require: kernels are for at most {MAX_RANKS} ranks")
         return None
     from comm_lowp.kernels import load
 
