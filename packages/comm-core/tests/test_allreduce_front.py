@@ -466,7 +466,8 @@ def decide(group: Group, backend: str) -> str:
 def test_ranks_that_ask_for_different_things_raise_together() -> None:
     """C2: with what each rank asked for."""
     texts = on_threads(thread_groups(3), lambda group: decide(group, "auto"))
-    assert len(set(texts)) == 1 and "the ranks disagree on max_bytes" in texts[0]
+    assert len(set(texts)) == 1 and "the ranks disagree on options" in texts[0]
+    assert "rank 2: options {'force_oneshot_support': False, 'hidden_dim': 64, 'max_token_num': 10}" in texts[0]
 
 
 def bad_on_one(group: Group) -> str:

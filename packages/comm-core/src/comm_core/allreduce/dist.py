@@ -8,6 +8,7 @@ CPU tensors too, and what the kernels of other backends are tested against.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 
@@ -62,7 +63,8 @@ class DistAllReduce(AllReduceBackend):
         """See `AllReduceBackend.open`."""
         size = request.world_size
         session = None if size == 1 else DistSession(stages.group, device)
-        nbytes = size * request.max_bytes
+        tokens, hidden = (cast("int", request.options[name]) for name in ("max_token_num", "hidden_dim"))
+        nbytes = required_bytes(size, tokens, hidden, request.itemsize)
         gathered = stages.step(
             "allocate", lambda: torch.empty(nbytes, dtype=torch.uint8, device=device), lambda _: None
         )
@@ -124,9 +126,8 @@ class DistAllReduceFusionWorkspace(AllReduceFusionWorkspace):
         """See `AllReduceFusionWorkspace._run`."""
         assert self._gathered is not None
         contribution = _contribution(call)
-        nbytes = contribution.numel() * contribution.element_size()
-        shape = (self.world_size, call.tokens, call.hidden)
-        gathered = self._gathered[: self.world_size * nbytes].view(call.dtype).view(shape)
+        nbytes = self.required_bytes(call.tokens, call.hidden, call.dtype)
+        gathered = self._gathered[:nbytes].view(call.dtype).view(self.world_size, call.tokens, call.hidden)
         if self._session is None:
             gathered[0].copy_(contribution)
         else:

@@ -134,8 +134,9 @@ def merge(what: str, asked: Sequence[RankRequest], timeout_s: float, family: Fam
     device_type = _same(what, "device type", asked, lambda item: item.device_type, "pass device= on every rank")
     dtype = _same(what, "dtype", asked, lambda item: item.dtype)
     itemsize = _same(what, "itemsize", asked, lambda item: item.itemsize)
-    max_bytes = _same(what, "max_bytes", asked, lambda item: item.max_bytes)
+    # Before the capacity: where that follows from options, they say which of them differs.
     options = _same(what, "options", asked, lambda item: dict(item.options))
+    max_bytes = _same(what, "max_bytes", asked, lambda item: item.max_bytes)
     environment = _same(
         what, "environment", asked, lambda item: dict(item.environment), "set these variables equally on every rank"
     )
