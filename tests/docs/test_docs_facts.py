@@ -18,6 +18,9 @@ import comm_nvlink
 import dev
 from comm_core import UlyssesCommunicator, _env, errors, known
 from comm_core._dtypes import check_dtype
+from comm_core.allreduce.backend import AllReduceBackend
+from comm_core.allreduce.patterns import PATTERNS
+from comm_core.allreduce.workspace import AllReduceFusionWorkspace
 from comm_core.cli.main import app
 from comm_core.errors import ArgumentValueError
 from comm_core.plugins.hookspecs import CommSpecs
@@ -405,6 +408,55 @@ def test_names_to_migrate_to_exist(read):
             seen.add(what)
     public = {name for name in vars(UlyssesCommunicator) if not name.startswith("_")}
     assert public - seen == {"dtype", "device", "rank", "world_size", "bytes_sent", "memory_pool", "check"}
+
+
+# All-reduce
+
+
+def test_the_all_reduce_tables_are_true(read):
+    """Codes, what each pattern needs, fills and returns, and who provides the backends."""
+    text = read("docs/allreduce.md")
+    backends = {names(row[0])[0]: row for row in table(text, "backend")}
+    assert set(backends) == set(known.ALLREDUCE)
+    for name, item in known.ALLREDUCE.items():
+        assert backends[name][1] == (item.distribution if item.built_in else f"{item.distribution}, planned")
+    assert [item.name for item in builtin.comm_allreduce()] == ["dist"]
+    rows = table(text, "code")
+    assert [(int(row[0]), names(row[1])[0]) for row in rows] == [(int(item), item.name) for item in PATTERNS]
+    outputs: dict[int, set[str]] = {}
+    for row, spec in zip(rows, PATTERNS.values(), strict=True):
+        like = re.match(r"as (\d+)", row[3])
+        outputs[int(row[0])] = set(names(row[3])) | (outputs[int(like[1])] if like else set())
+        assert outputs[int(row[0])] == {*spec.returns, *spec.may_return}
+        if like is None:
+            assert one(r"\*\*`(\w+)`\*\*", row[3]) == spec.primary
+        elif "**" in row[3]:
+            assert spec.primary in row[3]
+
+
+def test_the_codes_are_those_of_the_enumerations(read):
+    """By name and number."""
+    for row in table(read("docs/ops/allreduce_codes.md"), "enumeration"):
+        (name,) = names(row[0])
+        if name != "AllReduceFusionPattern":
+            shown = re.findall(r"`(\w+)` (\d+)", row[1])
+            assert shown == [(item.name, str(int(item))) for item in getattr(comm_core, name)], name
+
+
+def test_the_plugin_guide_names_what_an_all_reduce_backend_implements(read):
+    """Every member of the descriptor, and every one of a workspace that a backend may override."""
+    text = read("docs/plugin-guide.md").partition("## An all-reduce backend\n")[2].partition("\n## ")[0]
+    quoted = " ".join(names(text))
+    hooks = {
+        "_run",
+        "_destroy",
+        "check_call",
+        "patterns",
+        "shared_resources",
+        *AllReduceFusionWorkspace.__abstractmethods__,
+    }
+    wanted = [*members(AllReduceBackend), *members(interface.Candidate), *hooks]
+    assert [name for name in wanted if not re.search(rf"\b{name}\b", quoted)] == []
 
 
 # Links

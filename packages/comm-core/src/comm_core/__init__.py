@@ -13,8 +13,20 @@ from comm_core._version import __version__
 
 if TYPE_CHECKING:
     # For type checkers and editors only; a test keeps it equal to the table below.
+    from comm_core.allreduce.front import allreduce_fusion, create_allreduce_fusion_workspace
+    from comm_core.allreduce.patterns import (
+        AllReduceFusionOp,
+        AllReduceFusionPattern,
+        AllReduceStrategyConfig,
+        AllReduceStrategyType,
+        MNNVLAllreduceFusionStrategy,
+        QuantizationSFLayout,
+    )
+    from comm_core.allreduce.scales import compute_fp4_swizzled_layout_sf_size
+    from comm_core.allreduce.workspace import AllReduceFusionWorkspace
     from comm_core.comm_backend import CommBackend, MPIBackend, TorchDistBackend
     from comm_core.errors import (
+        AllReduceBackendError,
         CommError,
         GroupTimeoutError,
         JointError,
@@ -34,6 +46,12 @@ if TYPE_CHECKING:
     from comm_core.ulysses.workspace import UlyssesWorkspace
 
 __all__ = [
+    "AllReduceBackendError",
+    "AllReduceFusionOp",
+    "AllReduceFusionPattern",
+    "AllReduceFusionWorkspace",
+    "AllReduceStrategyConfig",
+    "AllReduceStrategyType",
     "CommBackend",
     "CommError",
     "CudaRTLibrary",
@@ -41,8 +59,10 @@ __all__ = [
     "GroupTimeoutError",
     "JointError",
     "JointValueError",
+    "MNNVLAllreduceFusionStrategy",
     "MPIBackend",
     "Mapping",
+    "QuantizationSFLayout",
     "TorchDistBackend",
     "TransportError",
     "UlyssesBackendDecision",
@@ -52,6 +72,9 @@ __all__ = [
     "UlyssesRankTopology",
     "UlyssesWorkspace",
     "__version__",
+    "allreduce_fusion",
+    "compute_fp4_swizzled_layout_sf_size",
+    "create_allreduce_fusion_workspace",
     "create_shared_buffer",
     "decide_ulysses_backend",
     "free_shared_buffer",
@@ -63,6 +86,12 @@ __all__ = [
 ]
 
 _NAMES: dict[str, str] = {
+    "AllReduceBackendError": "comm_core.errors",
+    "AllReduceFusionOp": "comm_core.allreduce.patterns",
+    "AllReduceFusionPattern": "comm_core.allreduce.patterns",
+    "AllReduceFusionWorkspace": "comm_core.allreduce.workspace",
+    "AllReduceStrategyConfig": "comm_core.allreduce.patterns",
+    "AllReduceStrategyType": "comm_core.allreduce.patterns",
     "CommBackend": "comm_core.comm_backend",
     "CommError": "comm_core.errors",
     "CudaRTLibrary": "comm_core.memory.cudart",
@@ -70,8 +99,10 @@ _NAMES: dict[str, str] = {
     "GroupTimeoutError": "comm_core.errors",
     "JointError": "comm_core.errors",
     "JointValueError": "comm_core.errors",
+    "MNNVLAllreduceFusionStrategy": "comm_core.allreduce.patterns",
     "MPIBackend": "comm_core.comm_backend",
     "Mapping": "comm_core.mapping",
+    "QuantizationSFLayout": "comm_core.allreduce.patterns",
     "TorchDistBackend": "comm_core.comm_backend",
     "TransportError": "comm_core.errors",
     "UlyssesBackendDecision": "comm_core.ulysses.decision",
@@ -80,6 +111,9 @@ _NAMES: dict[str, str] = {
     "UlyssesPciePlan": "comm_core.topology.ulysses",
     "UlyssesRankTopology": "comm_core.topology.ulysses",
     "UlyssesWorkspace": "comm_core.ulysses.workspace",
+    "allreduce_fusion": "comm_core.allreduce.front",
+    "compute_fp4_swizzled_layout_sf_size": "comm_core.allreduce.scales",
+    "create_allreduce_fusion_workspace": "comm_core.allreduce.front",
     "create_shared_buffer": "comm_core.memory.shared_buffer",
     "decide_ulysses_backend": "comm_core.ulysses.decision",
     "free_shared_buffer": "comm_core.memory.shared_buffer",

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 __all__ = [
+    "AllReduceBackendError",
     "ArgumentTypeError",
     "ArgumentValueError",
     "ClosedError",
@@ -98,6 +99,10 @@ class TopologyFileError(ArgumentValueError):
 
 class UlyssesBackendError(CommError, RuntimeError):
     """A backend that was asked for by name can't be used by this group. Every rank raises it."""
+
+
+class AllReduceBackendError(CommError, RuntimeError):
+    """An all-reduce backend that was asked for by name can't be used, or none can. Every rank raises it."""
 
 
 class TransportError(CommError, RuntimeError):

@@ -24,6 +24,7 @@ from comm_core.errors import PluginError
 from comm_core.plugins.hookspecs import API_VERSION, ENTRY_POINT_GROUP, PROJECT, CommSpecs
 
 if TYPE_CHECKING:
+    from comm_core.allreduce.backend import AllReduceBackend
     from comm_core.jit.spec import ModuleSpec
     from comm_core.transport.interface import Transport
 
@@ -79,18 +80,26 @@ class Registry:
     reports: list[PluginReport] = field(default_factory=list[PluginReport])
     transports: dict[str, Transport] = field(default_factory=dict[str, "Transport"])
     codecs: dict[str, Any] = field(default_factory=dict[str, Any])
-    allreduce: dict[str, Any] = field(default_factory=dict[str, Any])
+    allreduce: dict[str, AllReduceBackend] = field(default_factory=dict[str, "AllReduceBackend"])
     modules: dict[str, ModuleSpec] = field(default_factory=dict[str, "ModuleSpec"])
     commands: list[tuple[str, Any]] = field(default_factory=list[tuple[str, Any]])
 
     def why_missing(self, name: str) -> str:
-        """Return why transport or codec `name` is not here, with what to do about it."""
+        """Return why transport, codec or all-reduce backend `name` is not here, with what to do about it."""
+        provider = known.provider(name)
+        distribution = "" if provider is None or provider.built_in else provider.distribution
         for item in self.reports:
-            if item.state != "loaded" and name in (item.name, *item.transports, *item.codecs):
+            names = (item.name, *item.transports, *item.codecs, *item.allreduce)
+            if item.state != "loaded" and (name in names or item.distribution == distribution != ""):
                 return f"plugin {item.name!r} ({item.distribution} {item.version}) is {item.state}: {item.error}"
-        hint = known.install_hint(name)
-        if hint:
-            return f"{known_distribution(name)} is not installed; {hint}"
+        for item in self.reports:
+            if item.distribution == distribution != "":
+                return (
+                    f"{distribution} {item.version} is installed and does not provide {name!r}; if a later release "
+                    f"does: pip install --upgrade {distribution}"
+                )
+        if distribution:
+            return f"{distribution} is not installed; {known.install_hint(name)}"
         found = ", ".join(sorted({*self.transports, *self.codecs, *self.allreduce}))
         return f"no plugin provides {name!r}; found: {found} (`commctl plugins` shows where from)"
 
@@ -104,10 +113,15 @@ class Registry:
             raise PluginError(self.why_missing(name))
         return self.transports[name]
 
+    def allreduce_backend(self, name: str) -> AllReduceBackend:
+        """Return all-reduce backend `name`.
 
-def known_distribution(name: str) -> str:
-    """Return the distribution that provides the known name `name`."""
-    return (known.TRANSPORTS.get(name) or known.CODECS[name]).distribution
+        Raises:
+            PluginError: it is not here; the text has the stored cause.
+        """
+        if name not in self.allreduce:
+            raise PluginError(self.why_missing(name))
+        return self.allreduce[name]
 
 
 @dataclass

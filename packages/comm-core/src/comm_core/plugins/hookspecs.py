@@ -16,6 +16,7 @@ import pluggy
 if TYPE_CHECKING:
     from typer import Typer
 
+    from comm_core.allreduce.backend import AllReduceBackend
     from comm_core.jit.spec import ModuleSpec
     from comm_core.transport.interface import Transport
 
@@ -41,8 +42,8 @@ class CommSpecs:
         """Return the QKV encodings of this plugin; each has a ``name``, a ``version`` and a ``wire`` number."""
 
     @hookspec
-    def comm_allreduce(self) -> Sequence[object]:  # pyright: ignore[reportReturnType]
-        """Return the all-reduce backends of this plugin; each has a ``name``, a ``version`` and a ``wire`` number."""
+    def comm_allreduce(self) -> Sequence[AllReduceBackend]:  # pyright: ignore[reportReturnType]
+        """Return the all-reduce backends of this plugin (`comm_core.allreduce.backend.AllReduceBackend`)."""
 
     @hookspec
     def comm_modules(self) -> Sequence[ModuleSpec]:  # pyright: ignore[reportReturnType]

@@ -9,18 +9,18 @@ from dataclasses import replace
 from comm_core import known
 from comm_core._json import Json, JsonObject, digest
 from comm_core.consensus import describe
-from comm_core.errors import UlyssesBackendError
 from comm_core.selection.decision import Considered, Decision
+from comm_core.selection.family import TRANSPORTS, Family
 from comm_core.selection.request import Merged, Offer
 from comm_core.topology import predicates
 from comm_core.topology.facts import RankFacts
-from comm_core.transport.interface import Request, Transport, Verdict
+from comm_core.transport.interface import Candidate, Request, Verdict
 
 __all__ = ["agree", "assess_all", "choose", "considered_digests"]
 
 
 def assess_all(
-    merged: Merged, transports: Mapping[str, Transport], facts: Sequence[RankFacts]
+    merged: Merged, transports: Mapping[str, Candidate], facts: Sequence[RankFacts]
 ) -> tuple[Considered, ...]:
     """Return this rank's verdict on every transport, in the order of preference.
 
@@ -48,7 +48,7 @@ def _topology_says(name: str, request: Request, facts: Sequence[RankFacts]) -> s
     return f". It would not help here: {verdict.reason}"
 
 
-def _assess(transport: Transport, offer: Offer, request: Request, facts: Sequence[RankFacts]) -> Considered:
+def _assess(transport: Candidate, offer: Offer, request: Request, facts: Sequence[RankFacts]) -> Considered:
     if request.backend == "auto" and offer.experimental and not request.allow_experimental_auto:
         return Considered(
             transport.name, False, "experimental: 'auto' takes it only with COMM_ALLOW_EXPERIMENTAL_AUTO_BACKENDS=1"
@@ -105,11 +105,12 @@ def choose(
     request: Request,
     considered: Sequence[Considered],
     facts: Sequence[RankFacts],
+    family: Family = TRANSPORTS,
 ) -> Decision:
-    """Return the decision: the first eligible transport.
+    """Return the decision: the first eligible candidate.
 
     Raises:
-        UlyssesBackendError: a backend was asked for by name and is not eligible, or nothing is.
+        CommError: a backend was asked for by name and is not eligible, or nothing is; of the class `family.error`.
     """
     recorded = any(item.recorded for item in facts)
     uuids = [item.device.uuid for item in facts if item.device.uuid]
@@ -119,13 +120,13 @@ def choose(
             return Decision(
                 item.name, item.reason, item.plan, tuple(considered), request, tuple(facts), shared_gpu, recorded
             )
-    reasons = "; ".join(f"{item.name}: {item.reason}" for item in considered) or "no transport is installed"
+    reasons = "; ".join(f"{item.name}: {item.reason}" for item in considered) or f"no {family.noun} is installed"
     if request.backend == "auto":
-        raise UlyssesBackendError(
-            f"no transport can serve {request.world_size} ranks on {request.device_type} tensors: {reasons}"
+        raise family.error(
+            f"no {family.noun} can serve {request.world_size} ranks on {request.device_type} tensors: {reasons}"
         )
     hint = known.install_hint(request.backend) if "not installed" in reasons else ""
-    raise UlyssesBackendError(
+    raise family.error(
         f"backend {request.backend!r} was asked for and can't be used: {reasons}"
         + (f". {hint}" if hint and hint not in reasons else "")
     )

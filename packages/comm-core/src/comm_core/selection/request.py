@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
-from comm_core import known
 from comm_core._json import Json, JsonObject, canonical
 from comm_core.errors import JointValueError
+from comm_core.selection.family import TRANSPORTS, Family
 from comm_core.transport.interface import Request
 
 __all__ = ["PROTOCOL", "RankRequest", "merge"]
@@ -113,13 +113,14 @@ class Merged:
     offers: Mapping[str, Offer]
 
 
-def merge(what: str, asked: Sequence[RankRequest], timeout_s: float) -> Merged:
+def merge(what: str, asked: Sequence[RankRequest], timeout_s: float, family: Family = TRANSPORTS) -> Merged:
     """Merge the ranks' requests.
 
     Args:
         what: the step, for the error.
         asked: one request a rank, in rank order.
         timeout_s: the deadline that the ranks agreed on.
+        family: what they choose among.
 
     Raises:
         JointValueError: some rank's own arguments are invalid, or the ranks ask for different things; the error has
@@ -133,14 +134,15 @@ def merge(what: str, asked: Sequence[RankRequest], timeout_s: float) -> Merged:
     device_type = _same(what, "device type", asked, lambda item: item.device_type, "pass device= on every rank")
     dtype = _same(what, "dtype", asked, lambda item: item.dtype)
     itemsize = _same(what, "itemsize", asked, lambda item: item.itemsize)
-    max_bytes = _same(what, "max_bytes", asked, lambda item: item.max_bytes)
+    # Before the capacity: where that follows from options, they say which of them differs.
     options = _same(what, "options", asked, lambda item: dict(item.options))
+    max_bytes = _same(what, "max_bytes", asked, lambda item: item.max_bytes)
     environment = _same(
         what, "environment", asked, lambda item: dict(item.environment), "set these variables equally on every rank"
     )
     group_backends = _same(what, "process group backends", asked, lambda item: dict(item.group_backends))
     common, absent = _common(asked)
-    _known_backend(what, backend, asked, absent, common)
+    _known_backend(what, backend, asked, absent, common, family)
     request = Request(
         backend=backend,
         world_size=len(asked),
@@ -192,13 +194,18 @@ def _common(asked: Sequence[RankRequest]) -> tuple[tuple[str, ...], dict[str, st
 
 
 def _known_backend(
-    what: str, backend: str, asked: Sequence[RankRequest], absent: Mapping[str, str], common: Sequence[str]
+    what: str,
+    backend: str,
+    asked: Sequence[RankRequest],
+    absent: Mapping[str, str],
+    common: Sequence[str],
+    family: Family,
 ) -> None:
-    if backend == "auto" or backend in known.TRANSPORTS:
+    if backend == "auto" or backend in family.known:
         return
     if any(backend in item.plugins for item in asked):
         return
-    names = sorted({"auto", *known.TRANSPORTS, *common})
+    names = sorted({"auto", *family.known, *common})
     why = absent.get(backend)
     raise JointValueError(
         what,

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeVar, cast
 
-from comm_core import _env, known
+from comm_core import _env
 from comm_core._json import Json, JsonObject, canonical
 from comm_core._version import __version__
 from comm_core.consensus import describe
@@ -25,9 +25,10 @@ from comm_core.group import Group
 from comm_core.plugins.discovery import Registry, registry
 from comm_core.selection import decide
 from comm_core.selection.decision import Decision
+from comm_core.selection.family import TRANSPORTS, Family
 from comm_core.selection.request import Merged, Offer, RankRequest, merge
 from comm_core.topology.facts import RankFacts
-from comm_core.transport.interface import ProbeContext, Transport
+from comm_core.transport.interface import Candidate, ProbeContext
 
 if TYPE_CHECKING:
     import torch
@@ -54,6 +55,7 @@ class Asked:
         max_bytes: capacity in bytes.
         options: of transports and operations; JSON.
         errors: what is wrong with this rank's arguments.
+        family: what is chosen among; equal on all ranks.
     """
 
     what: str
@@ -64,6 +66,7 @@ class Asked:
     max_bytes: int = 0
     options: Mapping[str, Json] = field(default_factory=dict[str, Json])
     errors: tuple[str, ...] = ()
+    family: Family = TRANSPORTS
 
 
 def resolve(group: Group, asked: Asked, plugins: Registry | None = None) -> Decision:
@@ -76,23 +79,26 @@ def resolve(group: Group, asked: Asked, plugins: Registry | None = None) -> Deci
 
     Raises:
         JointValueError: requests are invalid or differ; on every rank, with the per-rank values.
-        UlyssesBackendError: a backend was asked for by name and can't be used; on every rank.
+        CommError: a backend was asked for by name and can't be used, or none can; on every rank, of the class
+            ``asked.family.error``.
         GroupTimeoutError: a rank is missing.
     """
     own, plugins = _own_request(group, asked, plugins)
     requests = [RankRequest.from_json(item) for item in group.gather(f"{asked.what}: requests", own.to_json())]
-    merged = merge(asked.what, requests, group.timeout_s)
+    family = asked.family
+    members = family.members(plugins)
+    merged = merge(asked.what, requests, group.timeout_s, family)
     request = merged.request
     offer = merged.offers.get(request.backend)
     if offer is not None and offer.fallback:
-        considered = decide.assess_all(merged, plugins.transports, ())
-        return decide.choose(request, considered, ())
+        considered = decide.assess_all(merged, members, ())
+        return decide.choose(request, considered, (), family)
     # The ranks agreed on one device type, so every rank has a device.
     device = cast("torch.device", asked.device)
-    facts = _gather_facts(group, asked.what, merged, plugins, device)
-    verdicts = decide.assess_all(merged, plugins.transports, facts)
+    facts = _gather_facts(group, asked.what, merged, members, device)
+    verdicts = decide.assess_all(merged, members, facts)
     digests = group.gather(f"{asked.what}: verdicts", decide.considered_digests(verdicts))
-    decision = decide.choose(request, decide.agree(verdicts, digests), facts)
+    decision = decide.choose(request, decide.agree(verdicts, digests), facts, family)
     _log.info("%s: %s (%s)", asked.what, decision.backend, decision.reason)
     return decision
 
@@ -120,9 +126,10 @@ def _own_request(group: Group, asked: Asked, plugins: Registry | None) -> tuple[
         identity = _device_identity(asked.device)
     except Exception as error:
         errors.append(f"device {asked.device} can't be asked for its identity: {describe(error)}")
-    offers, missing = _offers(plugins)
-    names = {*known.TRANSPORTS} | ({backend} - {"auto"})
-    missing.update({name: plugins.why_missing(name) for name in names if name not in plugins.transports})
+    members = asked.family.members(plugins)
+    offers, missing = _offers(members)
+    names = {*asked.family.known} | ({backend} - {"auto"})
+    missing.update({name: plugins.why_missing(name) for name in names if name not in members})
     request = RankRequest(
         backend=backend,
         device_type="" if asked.device is None else asked.device.type,
@@ -145,11 +152,11 @@ def _own_request(group: Group, asked: Asked, plugins: Registry | None) -> tuple[
     return request, plugins
 
 
-def _offers(plugins: Registry) -> tuple[dict[str, Offer], dict[str, str]]:
+def _offers(members: Mapping[str, Candidate]) -> tuple[dict[str, Offer], dict[str, str]]:
     """Return what this rank has, and why it lacks a transport that can't even say what it is."""
     offers: dict[str, Offer] = {}
     missing: dict[str, str] = {}
-    for name, transport in plugins.transports.items():
+    for name, transport in members.items():
         try:
             offer = Offer(transport.version, transport.wire, int(transport.priority), bool(transport.experimental))
         except KeyboardInterrupt:
@@ -189,23 +196,25 @@ def _device_identity(device: torch.device | None) -> str:
 
 
 def _gather_facts(
-    group: Group, what: str, merged: Merged, plugins: Registry, device: torch.device
+    group: Group, what: str, merged: Merged, members: Mapping[str, Candidate], device: torch.device
 ) -> tuple[RankFacts, ...]:
     # Leave the others a margin: a probe that hangs here must become a fact before they give up on this rank.
     seconds = group.timeout_s / 2
-    own = _probe(group.rank, device, merged, plugins, seconds)
+    own = _probe(group.rank, device, merged, members, seconds)
     gathered = group.gather(f"{what}: facts", own.to_json())
     return tuple(RankFacts.from_json(item) for item in gathered)
 
 
-def _probe(rank: int, device: torch.device, merged: Merged, plugins: Registry, seconds: float) -> RankFacts:
+def _probe(
+    rank: int, device: torch.device, merged: Merged, members: Mapping[str, Candidate], seconds: float
+) -> RankFacts:
     def core() -> RankFacts:
         from comm_core.topology.probe import probe_rank
 
         return probe_rank(rank, device)
 
     candidates = [name for name in merged.common if merged.request.backend in ("auto", name)]
-    probing = [name for name in candidates if type(plugins.transports[name]).probe is not Transport.probe]
+    probing = [name for name in candidates if type(members[name]).probe is not Candidate.probe]
     # All of them together must be over in `seconds`, and one that hangs must leave time to the others.
     deadline = time.monotonic() + seconds
     facts, error = _bounded(core, seconds / (1 + len(probing)))
@@ -215,7 +224,7 @@ def _probe(rank: int, device: torch.device, merged: Merged, plugins: Registry, s
     for number, name in enumerate(probing):
         if facts.recorded and name in results:
             continue
-        probe = plugins.transports[name].probe
+        probe = members[name].probe
         context = ProbeContext(rank, device.type, device.index if device.type == "cuda" else -1, facts)
         share = (deadline - time.monotonic()) / (len(probing) - number)
         value, error = _bounded(lambda probe=probe, context=context: _checked(probe(context)), share)

@@ -1,7 +1,9 @@
-"""The built-in plugin: torch.distributed's NCCL and gloo as transports, and the CUDA modules of comm-core."""
+"""The built-in plugin: NCCL and gloo as transports, all-reduce over them, and the CUDA modules of comm-core."""
 
 from __future__ import annotations
 
+from comm_core.allreduce.backend import AllReduceBackend
+from comm_core.allreduce.dist import DistAllReduce
 from comm_core.jit.selfcheck import SPECS
 from comm_core.jit.spec import ModuleSpec
 from comm_core.plugins.hookspecs import API_VERSION, hookimpl
@@ -10,7 +12,7 @@ from comm_core.transport.interface import Transport
 from comm_core.windows.launch import WINDOWS
 from comm_core.windows.transport import WindowTransport
 
-__all__ = ["comm_api", "comm_modules", "comm_transports"]
+__all__ = ["comm_allreduce", "comm_api", "comm_modules", "comm_transports"]
 
 comm_api = API_VERSION
 
@@ -29,6 +31,12 @@ def comm_transports() -> list[Transport]:
             "gloo", ("cpu", "cuda"), priority=-2, verified_on=("CPU processes", "several ranks on one GPU")
         ),
     ]
+
+
+@hookimpl
+def comm_allreduce() -> list[AllReduceBackend]:
+    """Return the all-reduce that every group can use."""
+    return [DistAllReduce()]
 
 
 @hookimpl

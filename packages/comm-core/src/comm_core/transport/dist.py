@@ -187,13 +187,24 @@ class DistSession(TransportSession):
 
     def all_gather_small(self, value: torch.Tensor, out: torch.Tensor) -> None:
         """See `TransportSession.all_gather_small`."""
-        nbytes = check_small(value, out, self._group.size)
-        total = nbytes * self._group.size
+        check_small(value, out, self._group.size)
+        self.all_gather("all_gather_small", value, out)
+
+    def all_gather(self, operation: str, value: torch.Tensor, out: torch.Tensor) -> None:
+        """Gather equal-sized contiguous tensors of any size: ``out[r]`` is rank r's `value`. Collective.
+
+        Args:
+            operation: what it is done for, for errors.
+            value: this rank's tensor.
+            out: contiguous, of the ranks' bytes in rank order.
+
+        Raises:
+            TransportError: the gather failed; the session is then broken.
+        """
+        nbytes = value.numel() * value.element_size()
         source = strided.byte_view(value, 0, nbytes)
-        target = strided.byte_view(out, 0, total)
-        self._finish(
-            "all_gather_small", _dist.all_gather_bytes(target, source, self._process_group("all_gather_small"))
-        )
+        target = strided.byte_view(out, 0, nbytes * self._group.size)
+        self._finish(operation, _dist.all_gather_bytes(target, source, self._process_group(operation)))
 
     def barrier(self) -> None:
         """See `TransportSession.barrier`."""

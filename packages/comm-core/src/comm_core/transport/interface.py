@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from comm_core.transport.plan import Plan
 
 __all__ = [
+    "Candidate",
     "ProbeContext",
     "Properties",
     "Request",
@@ -148,8 +149,8 @@ class Window(ABC):
         """Device address of every rank's memory as seen from here, in rank order."""
 
 
-class Transport(ABC):
-    """Describes a way to move bytes and opens it for a group. Stateless and cheap to import.
+class Candidate(ABC):
+    """What the decision protocol chooses among: a transport, or a backend of an operation that opens by itself.
 
     Class attributes:
         name: entry-point key, and what users pass as ``backend=``.
@@ -175,11 +176,18 @@ class Transport(ABC):
 
     @abstractmethod
     def assess(self, request: Request, facts: Sequence[RankFacts]) -> Verdict:
-        """Say whether the group can use this transport.
+        """Say whether the group can use this candidate.
 
         Pure: the same arguments give the same verdict in every process. `facts` is in rank order and holds every
-        rank's probe; this transport's own part is ``facts[i].plugins[self.name]``.
+        rank's probe; this candidate's own part is ``facts[i].plugins[self.name]``.
         """
+
+
+class Transport(Candidate):
+    """Describes a way to move bytes and opens it for a group. Stateless and cheap to import.
+
+    What it says of itself, `probe` and `assess` are those of a `Candidate`.
+    """
 
     @abstractmethod
     def open(

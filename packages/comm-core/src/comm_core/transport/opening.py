@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from comm_core import _cuda
 from comm_core.consensus import Transaction, describe
-from comm_core.errors import GroupTimeoutError, PluginError, UlyssesBackendError
+from comm_core.errors import CommError, GroupTimeoutError, PluginError, UlyssesBackendError
 from comm_core.group import Group
 from comm_core.plugins.discovery import registry
 from comm_core.selection.decision import Considered, Decision
@@ -17,7 +18,9 @@ from comm_core.transport.interface import TransportSession
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Opened", "open_transport"]
+__all__ = ["Opened", "open_first", "open_transport"]
+
+_T = TypeVar("_T")
 
 _log = logging.getLogger("comm_core")
 
@@ -48,23 +51,41 @@ def open_transport(group: Group, resolved: Decision, device: torch.device) -> Op
         UlyssesBackendError: nothing could be opened, or the one that was asked for could not.
         GroupTimeoutError: a rank is missing.
     """
+    session, decision, reason = open_first(
+        resolved, lambda decision: _open(group, decision, device), UlyssesBackendError
+    )
+    return Opened(decision, resolved, session, reason)
+
+
+def open_first(
+    resolved: Decision, open_one: Callable[[Decision], _T], error_class: type[CommError]
+) -> tuple[_T, Decision, str | None]:
+    """Open what was decided or, for ``"auto"``, the next eligible candidate until one opens. Collective.
+
+    Args:
+        resolved: the decision.
+        open_one: opens what a decision chose; fails on all ranks or on none.
+        error_class: raised where nothing could be opened.
+
+    Returns:
+        What was opened, the decision as it came out, and why ``"auto"`` did not take what it prefers, or None.
+    """
     decision = resolved
     failures: list[str] = []
     while True:
         try:
-            session = _open(group, decision, device)
+            opened = open_one(decision)
         except (GroupTimeoutError, KeyboardInterrupt):
             raise
         except BaseException as error:
             failures.append(describe(error))
             after = _without(decision, describe(error))
             if after is None:
-                raise UlyssesBackendError("; ".join(failures)) from error
+                raise error_class("; ".join(failures)) from error
             _log.warning("%s can't be opened, falling back to %s: %s", decision.backend, after.backend, error)
             decision = after
             continue
-        reason = _fallback_reason(decision, failures)
-        return Opened(decision, resolved, session, reason)
+        return opened, decision, _fallback_reason(decision)
 
 
 def _open(group: Group, decision: Decision, device: torch.device) -> TransportSession:
@@ -103,7 +124,7 @@ def _without(decision: Decision, failure: str) -> Decision | None:
     )
 
 
-def _fallback_reason(decision: Decision, failures: list[str]) -> str | None:
+def _fallback_reason(decision: Decision) -> str | None:
     if decision.request.backend != "auto":
         return None
     reasons = [f"{item.name}: {item.reason}" for item in decision.passed_over]
