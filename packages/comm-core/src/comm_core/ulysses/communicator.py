@@ -544,16 +544,9 @@ class UlyssesCommunicator:
         staging = None if workspace is None else workspace.staging
         try:
             self._session.exchange(plan, sources, out, staging=staging)
-        except TransportError as error:
-            self._broken = str(error)
-            raise
-        except CudaCallError as error:
-            # A part may have been enqueued.
-            raise self._break(operation, error) from error
-        except CommError:
-            raise  # refused before anything was communicated
         except Exception as error:
-            raise self._break(operation, error) from error
+            self._fail(operation, error)
+            raise
         if not out.is_inference():
             # The bytes were written behind autograd's back; its check for tensors changed in place must know.
             _increment_version(out)
@@ -567,16 +560,9 @@ class UlyssesCommunicator:
         self._calls += 1
         try:
             result = call.execute()
-        except TransportError as error:
-            self._broken = str(error)
-            raise
-        except CudaCallError as error:
-            # A part may have been enqueued.
-            raise self._break(operation, error) from error
-        except CommError:
-            raise  # refused before anything was communicated
         except Exception as error:
-            raise self._break(operation, error) from error
+            self._fail(operation, error)
+            raise
         for output in call.outputs:
             if not output.is_inference():
                 _increment_version(output)
@@ -586,9 +572,18 @@ class UlyssesCommunicator:
     def _agreed(self, operation: str, prepare: Callable[..., AnyCall], arguments: tuple[object, ...]) -> AnyCall:
         return agree(self._group, operation, self._number, self._calls, lambda: prepare(*arguments))
 
-    def _break(self, operation: str, error: Exception) -> TransportError:
-        self._broken = f"{operation} over {self.backend} failed: {type(error).__name__}: {error}"
-        return TransportError(self._broken)
+    def _fail(self, operation: str, error: Exception) -> None:
+        """Break the communicator over an exchange that ended in `error`, unless that only refused the call.
+
+        Raises:
+            TransportError: the exchange broke in a way that does not say so itself.
+        """
+        if isinstance(error, TransportError):
+            self._broken = str(error)
+        elif not isinstance(error, CommError) or isinstance(error, CudaCallError):
+            # After a CUDA error a part may have been enqueued; all other errors of ours come before anything is.
+            self._broken = f"{operation} over {self.backend} failed: {type(error).__name__}: {error}"
+            raise TransportError(self._broken) from error
 
     def _usable(self, operation: str) -> None:
         if self._closed:
