@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from comm_core.errors import UnsupportedError
 from comm_core.transport.plan import Copy, Level, Plan
 from comm_core.windows.table import Entry, entries_of
-from comm_nvlink.routes import Route, Widths, evenly
+from comm_nvlink.routes import Route, Widths, canonical, evenly
 
 __all__ = ["Table", "compile_copies", "compile_table", "cut", "cut_all"]
 
@@ -126,7 +126,7 @@ def compile_table(plan: Plan, route: Route) -> Table:
     peers = plan.world_size - 1
     sends = [_of_peer(plan.sends, peer) for peer in range(plan.world_size)]
     receives = [[in_place(copy) for copy in _of_peer(plan.receives, peer)] for peer in range(plan.world_size)]
-    known = _of_peer(plan.receives, plan.rank)
+    known = canonical(plan)
     total = sum(copy.nbytes for copy in known)
     records: list[tuple[tuple[Entry, ...], ...]] = []
     if route.senders:

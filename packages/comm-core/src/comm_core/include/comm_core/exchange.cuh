@@ -86,8 +86,8 @@ COMM_HD Call start(const Session& session, uint32_t operation) {
 // where what it says can't be. One thread.
 COMM_HD char* open_peer(const Session& session, const Call& call, uint32_t receiver,
                         uint64_t bytes) {
-  uint32_t window;
-  uint64_t offset;
+  uint32_t window = 0;  // read only where it was reached, which not every host compiler sees
+  uint64_t offset = 0;
   if (wait_ready(call, receiver, &window, &offset).wait != Wait::kReached) return nullptr;
   if (window < session.num_windows && offset <= session.windows[window].bytes &&
       bytes <= session.windows[window].bytes - offset) {

@@ -274,21 +274,22 @@ COMM_HD bool look_announcement(const Announcement* place, uint32_t target, uint3
 #endif
 }
 
-// As wait_flag, for an announcement.
-COMM_HD Wait wait_announcement(const Announcement* place, uint32_t target, const uint32_t* abort,
-                               uint64_t deadline_ns, uint32_t* window, uint64_t* offset) {
+// Look until `look()` is true, somebody has given up, or the deadline has passed. The one loop that
+// every wait for a word of memory is made of; `look` acquires what it waits for.
+template <typename Look>
+COMM_HD Wait wait_until(Look look, const uint32_t* abort, uint64_t deadline_ns) {
   while (true) {
 #if defined(__CUDA_ARCH__)
-#pragma unroll 1
+#pragma unroll 1  // unrolled, the loop is as long as a small kernel, at every place that waits
 #endif
     for (uint32_t spin = 0; spin < kSpinsPerCheck; ++spin) {
-      if (look_announcement(place, target, window, offset)) return Wait::kReached;
+      if (look()) return Wait::kReached;
       COMM_SPIN();
     }
     if (load_relaxed(abort) != 0) return Wait::kAborted;
-    if (now_ns() >= deadline_ns) {
-      return look_announcement(place, target, window, offset) ? Wait::kReached : Wait::kTimedOut;
-    }
+    // One more look: this thread may have been off the processor since the last one, and a rank
+    // that came in time must not be called late.
+    if (now_ns() >= deadline_ns) return look() ? Wait::kReached : Wait::kTimedOut;
   }
 }
 
@@ -296,20 +297,14 @@ COMM_HD Wait wait_announcement(const Announcement* place, uint32_t target, const
 // afterwards.
 COMM_HD Wait wait_flag(const uint32_t* flag, uint32_t target, const uint32_t* abort,
                        uint64_t deadline_ns) {
-  while (true) {
-#if defined(__CUDA_ARCH__)
-#pragma unroll 1  // unrolled, the loop is as long as a small kernel, at every place that waits
-#endif
-    for (uint32_t spin = 0; spin < kSpinsPerCheck; ++spin) {
-      if (reached(load_acquire(flag), target)) return Wait::kReached;
-      COMM_SPIN();
-    }
-    if (load_relaxed(abort) != 0) return Wait::kAborted;
-    // One more look: this thread may have been off the processor since the last one, and a rank
-    // that came in time must not be called late.
-    if (now_ns() >= deadline_ns)
-      return reached(load_acquire(flag), target) ? Wait::kReached : Wait::kTimedOut;
-  }
+  return wait_until([&] { return reached(load_acquire(flag), target); }, abort, deadline_ns);
+}
+
+// As wait_flag, for an announcement.
+COMM_HD Wait wait_announcement(const Announcement* place, uint32_t target, const uint32_t* abort,
+                               uint64_t deadline_ns, uint32_t* window, uint64_t* offset) {
+  return wait_until([&] { return look_announcement(place, target, window, offset); }, abort,
+                    deadline_ns);
 }
 
 // Give up on `waited_for`: tell every rank, then leave a record for the host. Called by any number

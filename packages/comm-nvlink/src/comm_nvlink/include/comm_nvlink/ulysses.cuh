@@ -124,26 +124,10 @@ struct ExchangeParams {
   uint64_t early_half_bytes;
 };
 
-// Wait until `flag` holds exactly `target`; otherwise as wait_flag.
-COMM_HD Wait wait_exactly(const uint32_t* flag, uint32_t target, const uint32_t* abort,
-                          uint64_t deadline_ns) {
-  while (true) {
-#if defined(__CUDA_ARCH__)
-#pragma unroll 1
-#endif
-    for (uint32_t spin = 0; spin < kSpinsPerCheck; ++spin) {
-      if (load_acquire(flag) == target) return Wait::kReached;
-      COMM_SPIN();
-    }
-    if (load_relaxed(abort) != 0) return Wait::kAborted;
-    if (now_ns() >= deadline_ns)
-      return load_acquire(flag) == target ? Wait::kReached : Wait::kTimedOut;
-  }
-}
-
 // Wait for a flag of `sender`. One thread. Whether it was reached.
 COMM_HD bool await_flag(const Call& call, const uint32_t* flag, uint32_t sender) {
-  Wait wait = wait_exactly(flag, call.epoch, &own_block(call)->abort.value, call.deadline_ns);
+  Wait wait = wait_until([&] { return load_acquire(flag) == call.epoch; },
+                         &own_block(call)->abort.value, call.deadline_ns);
   if (wait == Wait::kReached) return true;
   stop(call, wait, wait == Wait::kTimedOut ? culprit(call, sender) : sender);
   return false;

@@ -38,8 +38,8 @@ struct ExchangeParams {
 // Whether `receiver` has announced the output that this rank's copies go to. One thread; tells
 // everybody where it has not.
 COMM_HD bool wait_for_output(const ExchangeParams& p, const comm::Call& call, uint32_t receiver) {
-  uint32_t window;
-  uint64_t offset;
+  uint32_t window = 0;  // read only where it was reached, which not every host compiler sees
+  uint64_t offset = 0;
   if (comm::wait_ready(call, receiver, &window, &offset).wait != comm::Wait::kReached) return false;
   if (window == p.window && offset == 0) return true;
   comm::Call bad = call;
