@@ -13,7 +13,7 @@ import re
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +42,10 @@ from comm_core.memory import in_process
 from comm_core.memory.in_process import InProcessMemory
 from comm_core.plugins.hookspecs import API_VERSION, hookimpl
 from comm_core.testing import reference
+from comm_core.testing.every_operation import every_operation
 from comm_core.testing.host_modules import HOST_WINDOWS, compile_for_host
 from comm_core.testing.ranks import run_threads
-from comm_core.testing.reference import assert_same_bits, bits, make_input
+from comm_core.testing.reference import assert_same_bits, make_input
 from comm_core.transport.interface import Verdict
 from comm_core.ulysses import plans
 from comm_core.windows import launch, session, window
@@ -178,51 +179,8 @@ def communicator(group: Group, backend: str, **changes: Any) -> UlyssesCommunica
 
 
 def operations(group: Group, backend: str, dtype: torch.dtype) -> int:
-    """Every operation against its reference, into windows, into ordinary outputs and into new ones."""
-    rank, size, checked = group.rank, group.size, 0
     with communicator(group, backend, dtype=dtype) as comm:
-        for seed, (b, s, h, d) in enumerate([(1, 3, 1, 5), (2, 4, 2, 16), (3, 2, 3, 1)]):
-            cases: list[tuple[str, Callable[..., Any], tuple[int, ...]]] = [
-                ("scatter_heads", reference.scatter_heads, (b, s, size * h, d)),
-                ("gather_heads", reference.gather_heads, (b, size * s, h, d)),
-                ("exchange_chunks", reference.exchange_chunks, (1, 1, size, b * s * d)),
-            ]
-            for name, expect, shape in cases:
-                everyone = [make_input(seed, peer, shape, dtype) for peer in range(size)]
-                x = everyone[rank]
-                # Each rank's choice is its own: the receiver announces.
-                for out in (None, comm.allocate_output(x, name), expect(everyone)[rank].clone().zero_())[rank % 2 :]:
-                    result = getattr(comm, name)(x, **({} if out is None else {"out": out}))
-                    assert_same_bits(result, expect(everyone)[rank], f"{name} {shape} rank {rank}")
-                    checked += 1
-                if rank % 2:  # as many calls as the others
-                    assert_same_bits(getattr(comm, name)(x), expect(everyone)[rank])
-        for layout in (False, "fused", "transposed", "stepped"):
-            b, s, h, d = 2, 3, 3, 8
-            full = [[make_input(9 + i, peer, (b, s, size * h, d), dtype) for peer in range(size)] for i in range(3)]
-            q, k, v = (make_input(9 + i, rank, (b, s, size * h, d), dtype, layout) for i in range(3))
-            fused = comm.scatter_qkv_head_chunk(q, k, v, head_offset=1, head_count=2)
-            parts = [reference.scatter_heads(x)[rank][:, :, 1:3] for x in full]
-            assert_same_bits(fused, torch.cat(parts, dim=-1), f"band of {layout}")
-            full = [make_input(5, peer, (b, s * size, h, d), dtype) for peer in range(size)]
-            for target in (
-                torch.empty(b, s, size * h, d, dtype=dtype),
-                comm.allocate_output(full[rank], "gather_heads"),
-            ):
-                bits(target).fill_(0x5A)
-                for at, count in ((1, 2), (0, 1)):
-                    bands = [x[:, :, at : at + count] for x in full]
-                    before = target.clone()
-                    comm.gather_output_head_chunk(bands[rank], local_heads=h, head_offset=at, out=target)
-                    written = target.view(b, s, size, h, d)
-                    whole = reference.gather_heads(full)[rank].view(b, s, size, h, d)
-                    assert_same_bits(written[:, :, :, at : at + count], whole[:, :, :, at : at + count])
-                    other = before.view(b, s, size, h, d)
-                    kept = [head for head in range(h) if not at <= head < at + count]
-                    assert_same_bits(written[:, :, :, kept], other[:, :, :, kept], "what the band does not cover")
-                assert_same_bits(target, reference.gather_heads(full)[rank])
-            checked += 1
-    return checked
+        return every_operation(comm, [(1, 3, 1, 5), (2, 4, 2, 16), (3, 2, 3, 1)], strided=lambda rank: True)
 
 
 @pytest.mark.parametrize("backend", ["host", "host-ce"])

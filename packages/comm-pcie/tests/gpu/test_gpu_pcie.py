@@ -20,6 +20,7 @@ from comm_core import UlyssesCommunicator, _cuda, jit, plugins
 from comm_core.errors import CommError, PeerStalledError, UlyssesBackendError
 from comm_core.testing import reference
 from comm_core.testing.contract import TransportContract
+from comm_core.testing.device_contract import expected, operand
 from comm_core.testing.ranks import RankPool
 from comm_core.testing.reference import assert_same_bits
 from comm_pcie import ExperimentalWarning, selftest
@@ -78,16 +79,6 @@ def open_comm(group: Any, **changes: Any) -> UlyssesCommunicator:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ExperimentalWarning)
         return UlyssesCommunicator(group, backend="pcie", **arguments)
-
-
-def operand(rank: int, round_: int, size: int, device: torch.device) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(1000 * round_ + rank)
-    x = torch.randint(-(2**15), 2**15, (2, 16, 2 * size, 24), dtype=torch.int16, generator=generator)
-    return x.view(torch.bfloat16).to(device)
-
-
-def expected(rank: int, round_: int, size: int, device: torch.device) -> torch.Tensor:
-    return reference.scatter_heads([operand(peer, round_, size, device) for peer in range(size)])[rank]
 
 
 def replay(group: Any) -> int:
