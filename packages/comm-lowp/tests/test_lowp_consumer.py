@@ -92,6 +92,25 @@ def test_the_emulated_consumer_is_within_the_gates(layout, d, kind, used, least,
     assert l2 > 0.002  # it is not the unquantized result
 
 
+@pytest.mark.parametrize("layout", BOTH)
+@pytest.mark.parametrize(("kind", "least", "most"), [("normal", 0.999, 0.045), ("biased", 0.9995, 0.010)])
+@pytest.mark.parametrize("used", [65_536, 199_999])
+def test_long_sequences_are_as_accurate_as_short_ones(layout, kind, least, most, used):
+    """K7: the statistics, scales and operands of two ranks keep the gates; on rows from all over the sequence."""
+    rows = -(-used // 2)
+    q, k, v = inputs_of(kind, 64, s=2 * rows, used=used)
+    # Every other 32 rows are twice as large, where the mean hides it: scales of the next group would be seen.
+    step = 1 + (torch.arange(2 * rows) // 32 % 2 if kind == "biased" else torch.zeros(2 * rows)).view(1, -1, 1, 1)
+    inputs = ((q * step).to(BF16), (k * step).to(BF16), v)
+    encoded = encode(Case(2, 1, 1, rows, used, 64, BF16, layout), inputs)
+    some = torch.linspace(0, used - 1, 48).long()
+    q, k, v = (x[:, :used, :1].transpose(1, 2).double() for x in inputs)
+    want = torch.nn.functional.scaled_dot_product_attention(q[:, :, some], k, v)
+    q, k, v = (x.transpose(1, 2).double() for x in dequantize(encoded))
+    cosine, l2 = errors(torch.nn.functional.scaled_dot_product_attention(q[:, :, some], k, v), want)
+    assert cosine >= least and 1e-4 < l2 <= most, (cosine, l2)  # 0 would be the unquantized result
+
+
 def test_what_accuracy_would_be_without_the_mean_of_k():
     """K1: smoothing is what makes a biased K accurate, and it cancels in the softmax."""
     inputs = inputs_of("two_peaks", 64, used=512)
