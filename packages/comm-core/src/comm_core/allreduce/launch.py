@@ -1,0 +1,240 @@
+"""Capacity, algorithm and launch of the all-reduce kernels. Pure functions of what the group agreed on.
+
+What travels is counted in vectors of 16 bytes. One shot: every rank's operand goes into a slot of every other rank's
+buffer. Two shots: every rank owns a part of the operand, contributions to it come into slots of that size, and the
+sums of all parts into a place for the whole operand. The device's side: ``include/comm_core/allreduce.cuh``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from enum import IntEnum
+from typing import NamedTuple, cast
+
+from comm_core._json import Json, JsonObject
+
+__all__ = [
+    "HALVES",
+    "MAX_SHARED_BYTES",
+    "VECTOR_BYTES",
+    "Encoding",
+    "Launch",
+    "Settings",
+    "Shape",
+    "capacity_bytes",
+    "fused_launch",
+    "groups_within_warps",
+    "one_shot",
+    "one_shot_limit",
+    "plain_launch",
+    "required_bytes",
+    "shape_of",
+    "shared_bytes",
+]
+
+VECTOR_BYTES = 16
+HALVES = 2
+"""Calls fill the halves of a buffer in turn."""
+_THREADS = 512
+"""Of a block, at most. Twin: include/comm_core/allreduce.cuh, kReduceThreads."""
+_PLAIN_PER_SM = 2
+"""Blocks without an epilogue that fit a multiprocessor. Twin: kReduceBlocks."""
+_TEAMS = (4, 2)
+"""Blocks that may share a row, where rows are few. Twin: include/comm_core/team.cuh, kTeamBlocks."""
+MAX_SHARED_BYTES = 96 << 10
+"""Shared memory of a block that every architecture has."""
+_TRADE_BYTES = 960 << 10
+"""What a link moves while the second shot's latency passes."""
+
+
+class Encoding(IntEnum):
+    """What the epilogue encodes to. Twin: include/comm_core/epilogue.cuh, Encoding."""
+
+    NONE = 0
+    FP8 = 1
+    DYNAMIC_FP8 = 2
+    GROUP_FP8 = 3
+    NVFP4 = 4
+    MXFP8 = 5
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How launches are made; equal on all ranks.
+
+    Attributes:
+        sms: multiprocessors whose blocks are all on the device at once, whatever else the ranks run there.
+        clusters: whether every rank's device has clusters.
+        trade_bytes: see `one_shot_limit`.
+        patience_ns: pause between two looks at what has not come, in large calls.
+    """
+
+    sms: int
+    clusters: bool = False
+    trade_bytes: int = _TRADE_BYTES
+    patience_ns: int = 0
+
+    def to_json(self) -> JsonObject:
+        """Return the JSON form."""
+        return cast("JsonObject", asdict(self))
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Json]) -> Settings:
+        """Read the JSON form."""
+        return cls(**{field.name: value[field.name] for field in fields(cls)})  # pyright: ignore[reportArgumentType]
+
+
+class Shape(NamedTuple):
+    """An operand in vectors.
+
+    Attributes:
+        vectors: of the whole operand.
+        tail_bytes: of the last one.
+        slot_vectors: of a slot.
+        two_shots: which algorithm.
+    """
+
+    vectors: int
+    tail_bytes: int
+    slot_vectors: int
+    two_shots: bool
+
+    def used_bytes(self, world_size: int) -> int:
+        """Return the bytes of half a buffer that a call fills."""
+        return VECTOR_BYTES * ((world_size - 1) * self.slot_vectors + (self.vectors if self.two_shots else 0))
+
+
+class Launch(NamedTuple):
+    """A launch.
+
+    Attributes:
+        blocks: of the grid.
+        threads: of a block.
+        per_thread: vectors that a thread deals with at a time, without an epilogue.
+        team: blocks that share a row, with an epilogue.
+        patience_ns: pause between two looks at what has not come.
+        shared_bytes: of a block.
+    """
+
+    blocks: int
+    threads: int
+    per_thread: int = 1
+    team: int = 1
+    patience_ns: int = 0
+    shared_bytes: int = 0
+
+
+# Algorithm and capacity
+
+
+def one_shot_limit(world_size: int, trade_bytes: int = _TRADE_BYTES) -> int | None:
+    """Return the bytes of the largest operand for which one shot is chosen; None for two ranks: any size.
+
+    One shot moves ``W - 1`` operands to each rank, two shots ``2 (W - 1) / W``, with one more trip across the link.
+    The first is faster while what it moves more takes less time than that trip.
+
+    Args:
+        world_size: W.
+        trade_bytes: what a link moves in that time.
+    """
+    if world_size <= 2:
+        return None
+    return trade_bytes * world_size // ((world_size - 1) * (world_size - 2))
+
+
+def one_shot(world_size: int, nbytes: int, use_oneshot: bool | None, trade_bytes: int = _TRADE_BYTES) -> bool:
+    """Return whether an operand of `nbytes` is reduced in one shot."""
+    if use_oneshot is not None:
+        return use_oneshot
+    limit = one_shot_limit(world_size, trade_bytes)
+    return limit is None or nbytes <= limit
+
+
+def shape_of(world_size: int, nbytes: int, use_oneshot: bool | None, trade_bytes: int = _TRADE_BYTES) -> Shape:
+    """Return an operand in vectors, and how it is reduced."""
+    vectors = -(-nbytes // VECTOR_BYTES)
+    tail = nbytes - (vectors - 1) * VECTOR_BYTES
+    if one_shot(world_size, nbytes, use_oneshot, trade_bytes):
+        return Shape(vectors, tail, vectors, False)
+    return Shape(vectors, tail, -(-vectors // world_size), True)
+
+
+def required_bytes(
+    world_size: int, nbytes: int, use_oneshot: bool | None, trade_bytes: int = _TRADE_BYTES
+) -> int:
+    """Return the bytes of half a buffer that an operand of `nbytes` takes."""
+    return shape_of(world_size, nbytes, use_oneshot, trade_bytes).used_bytes(world_size)
+
+
+def capacity_bytes(world_size: int, nbytes: int, force_oneshot: bool, trade_bytes: int = _TRADE_BYTES) -> int:
+    """Return the bytes of half a buffer for operands of up to `nbytes`.
+
+    Args:
+        world_size: ranks.
+        nbytes: of the largest operand.
+        force_oneshot: whether that must fit in one shot too, and not only what is chosen by size.
+    """
+    limit = one_shot_limit(world_size, trade_bytes)
+    largest = nbytes if force_oneshot or limit is None else min(nbytes, limit)
+    one = required_bytes(world_size, largest, True) if largest else 0
+    return max(one, required_bytes(world_size, nbytes, False))
+
+
+# Launches
+
+
+def plain_launch(shape: Shape, settings: Settings) -> Launch:
+    """Return the launch of a sum without an epilogue."""
+    vectors = shape.vectors
+    if shape.two_shots:
+        return Launch(min(_PLAIN_PER_SM * settings.sms, -(-vectors // _THREADS)), _THREADS)
+    for threads in (128, 256, 512):
+        blocks = -(-vectors // threads)
+        if blocks <= settings.sms:
+            return Launch(blocks, threads)
+    blocks = -(-vectors // _THREADS)
+    if blocks <= _PLAIN_PER_SM * settings.sms:
+        return Launch(blocks, _THREADS)
+    return Launch(_PLAIN_PER_SM * settings.sms, _THREADS, 2, patience_ns=settings.patience_ns)
+
+
+def groups_within_warps(group_vectors: int) -> bool:
+    """Return whether neighbouring lanes of a warp can see to a group. Twin: include/comm_core/epilogue.cuh."""
+    return group_vectors <= 32 and group_vectors & (group_vectors - 1) == 0
+
+
+def _row_threads(row_vectors: int) -> int:
+    """Return the threads of a row. It decides on the order of its sum, so it follows from the row alone."""
+    steps = -(-row_vectors // _THREADS)
+    return -(-(-(-row_vectors // steps)) // 32) * 32
+
+
+def shared_bytes(row_vectors: int, team: int = 1, group_vectors: int = 0) -> int:
+    """Return the shared memory of a block that has its part of a row and of gamma."""
+    threads = _row_threads(row_vectors)
+    nbytes = 2 * -(-row_vectors // threads) * (threads // team) * VECTOR_BYTES
+    return nbytes + (0 if groups_within_warps(group_vectors) else 4 * row_vectors)
+
+
+def fused_launch(
+    rows: int, row_vectors: int, settings: Settings, group_vectors: int = 0, *, two_shots: bool = False
+) -> Launch:
+    """Return the launch of a sum with an epilogue: a row for a team of blocks.
+
+    Args:
+        rows: tokens.
+        row_vectors: vectors of a token.
+        settings: of the group.
+        group_vectors: vectors that share a scale, else 0.
+        two_shots: which algorithm.
+    """
+    threads = _row_threads(row_vectors)
+    team = 1
+    if settings.clusters and groups_within_warps(group_vectors):
+        fits = [size for size in _TEAMS if rows * size <= settings.sms and threads % (32 * size) == 0]
+        team = max(fits, default=1)
+    # Small rows leave room for more blocks; two shots deal parts of the operand to them as well.
+    blocks = min(settings.sms * max(1, _THREADS // threads), rows * team)
+    nbytes = shared_bytes(row_vectors, team, group_vectors)
+    return Launch(max(blocks, team), threads // team, 1, team, settings.patience_ns if two_shots else 0, nbytes)
