@@ -175,6 +175,22 @@ class Teardown:
             if attempt == _ATTEMPTS - 1:
                 raise_failures(what, outcomes, cause=failure)
 
+    def release_alone(self) -> None:
+        """Take everything down on this rank alone, last step first. May be called again after it failed.
+
+        For what no other rank has any part in: memory that was detached. Anything else needs `close`.
+
+        Raises:
+            CommError: some steps can't be taken down; the others were.
+        """
+        failed: list[str] = []
+        for step in reversed(self._steps):
+            failure = _attempt(step)
+            if failure is not None:
+                failed.append(f"{step.name!r}: {describe(failure)}")
+        if failed:
+            raise CommError(f"close {self.what}: can't take down {'; '.join(failed)}")
+
     def abandon(self) -> int:
         """Release, on this rank alone, what no peer can touch; return the bytes that are kept. Never raises."""
         kept = 0

@@ -6,7 +6,8 @@ bytes, and really leak descriptors where they leak. Addresses are host addresses
 It is strict where the driver is silent or undefined. A call without a current context, a size that is no whole
 number of granules, an unmap of a part, a reservation given back with something mapped in it, a handle released twice:
 each is an error, and those that the real driver need not report are noted as violations as well. Memory that was
-mapped and not made accessible can't be touched.
+mapped and not made accessible can't be touched. What a `FakeFabric` and multicast objects stand for is shared by
+ranks that are threads, each with a driver of its own (`on_threads`).
 
 In each rank of a test::
 
@@ -23,7 +24,7 @@ import mmap
 import os
 import threading
 from collections import Counter
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -33,7 +34,7 @@ from typing import Any
 
 from comm_core import _driver
 
-__all__ = ["GRANULE", "FakeDriver", "installed"]
+__all__ = ["GRANULE", "FakeDriver", "FakeFabric", "installed"]
 
 GRANULE = 2 << 20
 """What sizes and addresses must be a multiple of; that of current GPUs."""
@@ -50,8 +51,10 @@ class _Result(IntEnum):
     CUDA_ERROR_INVALID_CONTEXT = 201
     CUDA_ERROR_OPERATING_SYSTEM = 304
     CUDA_ERROR_INVALID_HANDLE = 400
+    CUDA_ERROR_ILLEGAL_STATE = 401
     CUDA_ERROR_NOT_PERMITTED = 800
     CUDA_ERROR_NOT_SUPPORTED = 801
+    CUDA_ERROR_SYSTEM_NOT_READY = 802
 
 
 _OK = _Result.CUDA_SUCCESS
@@ -62,6 +65,8 @@ class _DeviceAttribute(IntEnum):
     CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED = 102
     CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED = 103
     CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED = 110
+    CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED = 128
+    CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED = 132
 
 
 class _PointerAttribute(IntEnum):
@@ -75,6 +80,7 @@ class _AllocationType(IntEnum):
 class _HandleType(IntEnum):
     CU_MEM_HANDLE_TYPE_NONE = 0
     CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR = 1
+    CU_MEM_HANDLE_TYPE_FABRIC = 8
 
 
 class _LocationType(IntEnum):
@@ -90,6 +96,11 @@ class _Granularity(IntEnum):
     CU_MEM_ALLOC_GRANULARITY_RECOMMENDED = 1
 
 
+class _MulticastGranularity(IntEnum):
+    CU_MULTICAST_GRANULARITY_MINIMUM = 0
+    CU_MULTICAST_GRANULARITY_RECOMMENDED = 1
+
+
 def _location() -> SimpleNamespace:
     return SimpleNamespace(type=0, id=-1)
 
@@ -97,6 +108,51 @@ def _location() -> SimpleNamespace:
 def _properties() -> SimpleNamespace:
     flags = SimpleNamespace(gpuDirectRDMACapable=0)
     return SimpleNamespace(type=0, requestedHandleTypes=0, location=_location(), allocFlags=flags)
+
+
+def _multicast_properties() -> SimpleNamespace:
+    return SimpleNamespace(numDevices=0, size=0, handleTypes=0, flags=0)
+
+
+@dataclass
+class _Multicast:
+    """A multicast object: what was added to it, and what is bound."""
+
+    devices: int
+    nbytes: int
+    added: list[str] = field(default_factory=list[str])
+    bound: list[str] = field(default_factory=list[str])
+
+
+_multicasts: dict[int, _Multicast] = {}
+"""By the inode of the memory that stands for an object; shared by all fakes of a process, as ranks are threads."""
+
+
+class FakeFabric:
+    """An NVLink fabric, which the fakes of several "hosts" share; their ranks are threads of one process.
+
+    Attributes:
+        unreachable: pairs (exporter, importer) of driver names between which imports are refused.
+    """
+
+    def __init__(self) -> None:
+        self.unreachable: set[tuple[str, str]] = set()
+        self._exported: dict[bytes, tuple[FakeDriver, int]] = {}
+
+    def export(self, driver: FakeDriver, handle: int) -> bytes:
+        """Return the 64 bytes for a handle."""
+        # Begins with a zero byte: who takes it for text sees nothing.
+        data = b"\0" + os.urandom(63)
+        self._exported[data] = (driver, handle)
+        return data
+
+    def open(self, driver: FakeDriver, data: bytes) -> int | None:
+        """Return a new descriptor of what was exported, or None where `driver` may not have it."""
+        found = self._exported.get(data)
+        if found is None or (found[0].name, driver.name) in self.unreachable:
+            return None
+        descriptor = found[0].descriptor(found[1])
+        return None if descriptor is None else os.dup(descriptor)
 
 
 @dataclass
@@ -131,12 +187,21 @@ def _place(address: int, nbytes: int, flags: int, descriptor: int = -1) -> int:
     return int(placed)
 
 
+def _memory(nbytes: int) -> int:
+    descriptor = os.memfd_create(_NAME)
+    os.ftruncate(descriptor, nbytes)
+    return descriptor
+
+
 class FakeDriver:
     """What ``cuda.bindings.driver`` is to `comm_core._driver`: the same names, the same results.
 
     Args:
         devices: how many there are.
         log: a file that every process appends its calls to, in order: process id and name, a line each.
+        name: of the host or container, for `fabric`.
+        fabric: the fabric that it has an IMEX channel of; without, fabric handles are not permitted, whatever the
+            device's attribute says.
 
     Attributes:
         calls: name -> how often it was called.
@@ -153,16 +218,23 @@ class FakeDriver:
     CUmemLocationType = _LocationType
     CUmemAccess_flags = _AccessFlags
     CUmemAllocationGranularity_flags = _Granularity
+    CUmulticastGranularity_flags = _MulticastGranularity
     CUmemAllocationProp = staticmethod(_properties)
+    CUmulticastObjectProp = staticmethod(_multicast_properties)
 
-    def __init__(self, *, devices: int = 8, log: Path | None = None) -> None:
+    def __init__(
+        self, *, devices: int = 8, log: Path | None = None, name: str = "", fabric: FakeFabric | None = None
+    ) -> None:
         self.devices = devices
+        self.name = name
+        self.fabric = fabric
         self.attributes = {item.name[len("CU_DEVICE_ATTRIBUTE_") :]: 1 for item in _DeviceAttribute}
         self.calls: Counter[str] = Counter()
         self.rdma_capable: list[bool] = []
         self.violations: list[str] = []
         self._log = log
         self._handles: dict[int, int] = {}  # handle -> memfd
+        self._kinds: dict[int, int] = {}  # handle -> as what it can be exported
         self._next = 1000
         self._reservations: dict[int, _Reservation] = {}
         self._contexts = dict.fromkeys(range(devices), 0)
@@ -195,7 +267,12 @@ class FakeDriver:
             os.close(descriptor)
         self._reservations.clear()
         self._handles.clear()
+        self._kinds.clear()
         self._contexts = dict.fromkeys(self._contexts, 0)
+
+    def descriptor(self, handle: int) -> int | None:
+        """Return the descriptor behind a handle, or None where there is no such handle any more."""
+        return self._handles.get(handle)
 
     @property
     def current(self) -> list[int]:
@@ -279,11 +356,12 @@ class FakeDriver:
             return _INVALID, None
         if properties.location.id != self.current[-1]:
             return self._violation("memory of another device than the current one"), None
+        kind = properties.requestedHandleTypes
+        if kind == _HandleType.CU_MEM_HANDLE_TYPE_FABRIC and self.fabric is None:
+            return _Result.CUDA_ERROR_NOT_PERMITTED, None
         with self._lock:
             self.rdma_capable.append(bool(properties.allocFlags.gpuDirectRDMACapable))
-            descriptor = os.memfd_create(_NAME)
-            os.ftruncate(descriptor, nbytes)
-            return _OK, self._add_handle(descriptor)
+            return _OK, self._add_handle(_memory(nbytes), kind)
 
     def cuMemRelease(self, handle: int) -> tuple[Any, ...]:
         """See CUDA."""
@@ -292,6 +370,7 @@ class FakeDriver:
         with self._lock:
             if handle not in self._handles:
                 return (self._violation(f"handle {handle} was released that does not exist"),)
+            self._kinds.pop(handle)
             os.close(self._handles.pop(handle))
         return (_OK,)
 
@@ -299,22 +378,31 @@ class FakeDriver:
         """See CUDA."""
         if code := self._enter("cuMemExportToShareableHandle"):
             return code, None
-        if handle not in self._handles or kind != _HandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR:
+        if handle not in self._handles or kind != self._kinds[handle]:
             return _INVALID, None
+        if kind == _HandleType.CU_MEM_HANDLE_TYPE_FABRIC:
+            assert self.fabric is not None
+            return _OK, SimpleNamespace(data=self.fabric.export(self, handle))
         return _OK, os.dup(self._handles[handle])
 
-    def cuMemImportFromShareableHandle(self, descriptor: int, kind: int) -> tuple[Any, ...]:
+    def cuMemImportFromShareableHandle(self, what: int | bytes, kind: int) -> tuple[Any, ...]:
         """See CUDA."""
         if code := self._enter("cuMemImportFromShareableHandle"):
             return code, None
+        if kind == _HandleType.CU_MEM_HANDLE_TYPE_FABRIC:
+            opened = self.fabric.open(self, what) if self.fabric is not None and isinstance(what, bytes) else None
+            if opened is None:
+                return _Result.CUDA_ERROR_NOT_PERMITTED, None
+            with self._lock:
+                return _OK, self._add_handle(opened, kind)
         try:
-            is_memory = _NAME in str(Path(f"/proc/self/fd/{descriptor}").readlink())
+            is_memory = _NAME in str(Path(f"/proc/self/fd/{what!r}").readlink())
         except OSError:
             is_memory = False
         if not is_memory or kind != _HandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR:
             return _INVALID, None
         with self._lock:
-            return _OK, self._add_handle(os.dup(descriptor))
+            return _OK, self._add_handle(os.dup(int(what)), kind)
 
     def cuMemAddressReserve(self, nbytes: int, alignment: int, address: int, flags: int) -> tuple[Any, ...]:
         """See CUDA."""
@@ -389,6 +477,60 @@ class FakeDriver:
                 _libc.mprotect(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE)
         return (_OK,)
 
+    def cuMulticastGetGranularity(self, properties: Any, flag: int) -> tuple[Any, ...]:
+        """See CUDA."""
+        code = self._enter("cuMulticastGetGranularity")
+        return (code, None) if code else (_OK, GRANULE)
+
+    def cuMulticastCreate(self, properties: Any) -> tuple[Any, ...]:
+        """See CUDA."""
+        if code := self._enter("cuMulticastCreate"):
+            return code, None
+        if properties.numDevices < 1 or properties.size < 1 or properties.size % GRANULE:
+            return _INVALID, None
+        with self._lock:
+            descriptor = _memory(properties.size)
+            _multicasts[os.fstat(descriptor).st_ino] = _Multicast(properties.numDevices, properties.size)
+            return _OK, self._add_handle(descriptor, properties.handleTypes)
+
+    def cuMulticastAddDevice(self, handle: int, device: int) -> tuple[Any, ...]:
+        """See CUDA: a device can't be added twice."""
+        if code := self._enter("cuMulticastAddDevice"):
+            return (code,)
+        found, who = self._multicast(handle), f"{self.name}/{device}"
+        if found is None or who in found.added or len(found.added) >= found.devices:
+            return (_INVALID,)
+        found.added.append(who)
+        return (_OK,)
+
+    def cuMulticastBindMem(
+        self, handle: int, offset: int, memory: int, memory_offset: int, nbytes: int, flags: int
+    ) -> tuple[Any, ...]:
+        """See CUDA: all devices must have been added."""
+        if code := self._enter("cuMulticastBindMem"):
+            return (code,)
+        found = self._multicast(handle)
+        if found is None or memory not in self._handles or offset + nbytes > found.nbytes:
+            return (_INVALID,)
+        if len(found.added) != found.devices:
+            return (_Result.CUDA_ERROR_ILLEGAL_STATE,)
+        found.bound.append(f"{self.name}/{self.current[-1]}")
+        return (_OK,)
+
+    def cuMulticastUnbind(self, handle: int, device: int, offset: int, nbytes: int) -> tuple[Any, ...]:
+        """See CUDA."""
+        if code := self._enter("cuMulticastUnbind"):
+            return (code,)
+        found, who = self._multicast(handle), f"{self.name}/{device}"
+        if found is None or who not in found.bound:
+            return (self._violation(f"{who} was unbound that is not bound"),)
+        found.bound.remove(who)
+        return (_OK,)
+
+    def _multicast(self, handle: int) -> _Multicast | None:
+        descriptor = self._handles.get(handle)
+        return None if descriptor is None else _multicasts.get(os.fstat(descriptor).st_ino)
+
     def cuPointerGetAttribute(self, attribute: int, pointer: int) -> tuple[Any, ...]:
         """See CUDA; memory that is not mapped here counts as ``cudaMalloc``'s."""
         if code := self._enter("cuPointerGetAttribute"):
@@ -413,9 +555,10 @@ class FakeDriver:
             return _Result.CUDA_ERROR_NOT_INITIALIZED
         return _Result.CUDA_ERROR_INVALID_CONTEXT if context and not self.current else 0
 
-    def _add_handle(self, descriptor: int) -> int:
+    def _add_handle(self, descriptor: int, kind: int) -> int:
         self._next += 1
         self._handles[self._next] = descriptor
+        self._kinds[self._next] = kind
         return self._next
 
     def _reservation(self, address: int, nbytes: int) -> _Reservation | None:
@@ -437,5 +580,27 @@ def installed(fake: FakeDriver | None = None) -> Generator[FakeDriver, None, Non
     _driver.source = lambda: fake
     try:
         yield fake
+    finally:
+        _driver.source = before
+
+
+@contextmanager
+def on_threads() -> Generator[Callable[[FakeDriver], None], None, None]:
+    """Let every thread have a driver of its own inside the block: yields what sets the calling thread's."""
+    local = threading.local()
+
+    def choose(fake: FakeDriver) -> None:
+        local.fake = fake
+
+    def mine() -> FakeDriver:
+        fake = getattr(local, "fake", None)
+        if fake is None:
+            raise ImportError("this thread has chosen no driver")
+        return fake
+
+    before = _driver.source
+    _driver.source = mine
+    try:
+        yield choose
     finally:
         _driver.source = before

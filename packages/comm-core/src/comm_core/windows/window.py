@@ -140,6 +140,24 @@ class WindowSet:
                 return window, offset
         return None
 
+    def regroup(self, group: Group) -> None:
+        """Go on with another group of the same ranks."""
+        self._group = group
+        for teardown in self._teardowns:
+            teardown.group = group
+
+    def release_alone(self) -> None:
+        """Release the windows that were added later on this rank alone; see `Teardown.release_alone`."""
+        while self._teardowns:
+            self._teardowns[-1].release_alone()
+            self._teardowns.pop()
+
+    def abandon(self) -> int:
+        """Give up the windows that were added later; return the bytes that are kept. See `Teardown.abandon`."""
+        kept = sum(teardown.abandon() for teardown in reversed(self._teardowns))
+        self._teardowns.clear()
+        return kept
+
     def close(self, timeout_s: float | None) -> None:
         """Release the windows that were added later, last one first. Collective; may be called again.
 
@@ -150,8 +168,7 @@ class WindowSet:
                 self._teardowns[-1].close(timeout_s)
             except GroupTimeoutError as error:
                 self._teardowns.pop()
-                kept = sum(teardown.abandon() for teardown in reversed(self._teardowns))
-                self._teardowns.clear()
+                kept = self.abandon()
                 if not kept:
                     raise
                 text = f"{error}; so are {kept} bytes of other windows"
