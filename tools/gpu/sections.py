@@ -22,6 +22,7 @@ __all__ = ["SECTIONS", "Context", "sanitizer_errors"]
 
 _SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard")
 _PORT = re.compile(r"--(?:base-)?port\b")
+_CONNECTIONS = re.compile(r"--max-connections\b")
 _FIRST_PORT, _PORTS = 49200, 200
 _BARRIER_GOAL_US = 15.0
 _CALL_GOAL_US = 3.0
@@ -224,7 +225,8 @@ def sanitizer(context: Context, section: Section) -> None:
             for tool in ("memcheck", "synccheck") if context.quick else ("memcheck", "synccheck", "racecheck"):
                 command = [*case, "--backend", name, "--ranks", str(ranks)]
                 runs[f"{name}, {ranks} ranks, {tool}"] = _Sanitized(tool, command, ranks)
-    port = _PORT.search(context.run("sanitizer, help", [program, "--help"], 20).text)
+    known = context.run("sanitizer, help", [program, "--help"], 20).text
+    port, connections = _PORT.search(known), _CONNECTIONS.search(known)
 
     def check(number: int, name: str) -> Done:
         options = [program, "--tool", runs[name].tool, "--target-processes", "all", "--error-exitcode", "9"]
@@ -233,8 +235,10 @@ def sanitizer(context: Context, section: Section) -> None:
             options += ["--report-api-errors", "no"]
         # Programs under it are reached by ports from this one on; two at the same time must not find each other's.
         options += [port.group(), str(_FIRST_PORT + _PORTS * number)] if port else []
+        # Of itself it takes ten, and crashes where the processes of eight ranks are more.
+        options += [connections.group(), str(_PORTS // 2)] if connections else []
         here = context.on_one_gpu(number % max(1, context.gpus))
-        return here.run(f"sanitizer, {name}", [*options, *runs[name].command], 240)
+        return here.run(f"sanitizer, {name}", [*options, *runs[name].command], 280)
 
     # At the same time: most of it is the start of Python and the patching of kernels, on the host.
     at_once = max(2, (os.cpu_count() or 1) // 3) if port else 1
