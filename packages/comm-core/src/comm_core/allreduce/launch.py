@@ -17,6 +17,7 @@ from comm_core._json import Json, JsonObject
 __all__ = [
     "HALVES",
     "MAX_SHARED_BYTES",
+    "PER_SM",
     "VECTOR_BYTES",
     "Encoding",
     "Launch",
@@ -38,8 +39,8 @@ HALVES = 2
 """Calls fill the halves of a buffer in turn."""
 _THREADS = 512
 """Of a block, at most. Twin: include/comm_core/allreduce.cuh, kReduceThreads."""
-_PLAIN_PER_SM = 2
-"""Blocks without an epilogue that fit a multiprocessor. Twin: kReduceBlocks."""
+PER_SM = 2
+"""Blocks without an epilogue that fit a multiprocessor, and one with. Twins: kReduceBlocks, kFusedBlocks."""
 _TEAMS = (4, 2)
 """Blocks that may share a row, where rows are few. Twin: include/comm_core/team.cuh, kTeamBlocks."""
 MAX_SHARED_BYTES = 96 << 10
@@ -64,16 +65,22 @@ class Settings:
     """How launches are made; equal on all ranks.
 
     Attributes:
-        sms: multiprocessors whose blocks are all on the device at once, whatever else the ranks run there.
+        blocks: without an epilogue that are all on the device at once, two to a multiprocessor, whatever else the
+            ranks run there. Of those with an epilogue half as many are.
         clusters: whether every rank's device has clusters.
         trade_bytes: see `one_shot_limit`.
         patience_ns: pause between two looks at what has not come, in large calls.
     """
 
-    sms: int
+    blocks: int
     clusters: bool = False
     trade_bytes: int = _TRADE_BYTES
     patience_ns: int = 0
+
+    @property
+    def sms(self) -> int:
+        """Multiprocessors, and blocks with an epilogue."""
+        return max(1, self.blocks // PER_SM)
 
     def to_json(self) -> JsonObject:
         """Return the JSON form."""
@@ -160,9 +167,7 @@ def shape_of(world_size: int, nbytes: int, use_oneshot: bool | None, trade_bytes
     return Shape(vectors, tail, -(-vectors // world_size), True)
 
 
-def required_bytes(
-    world_size: int, nbytes: int, use_oneshot: bool | None, trade_bytes: int = _TRADE_BYTES
-) -> int:
+def required_bytes(world_size: int, nbytes: int, use_oneshot: bool | None, trade_bytes: int = _TRADE_BYTES) -> int:
     """Return the bytes of half a buffer that an operand of `nbytes` takes."""
     return shape_of(world_size, nbytes, use_oneshot, trade_bytes).used_bytes(world_size)
 
@@ -188,15 +193,15 @@ def plain_launch(shape: Shape, settings: Settings) -> Launch:
     """Return the launch of a sum without an epilogue."""
     vectors = shape.vectors
     if shape.two_shots:
-        return Launch(min(_PLAIN_PER_SM * settings.sms, -(-vectors // _THREADS)), _THREADS)
+        return Launch(min(settings.blocks, -(-vectors // _THREADS)), _THREADS)
     for threads in (128, 256, 512):
         blocks = -(-vectors // threads)
         if blocks <= settings.sms:
             return Launch(blocks, threads)
     blocks = -(-vectors // _THREADS)
-    if blocks <= _PLAIN_PER_SM * settings.sms:
+    if blocks <= settings.blocks:
         return Launch(blocks, _THREADS)
-    return Launch(_PLAIN_PER_SM * settings.sms, _THREADS, 2, patience_ns=settings.patience_ns)
+    return Launch(settings.blocks, _THREADS, 2, patience_ns=settings.patience_ns)
 
 
 def groups_within_warps(group_vectors: int) -> bool:
@@ -207,7 +212,7 @@ def groups_within_warps(group_vectors: int) -> bool:
 def _row_threads(row_vectors: int) -> int:
     """Return the threads of a row. It decides on the order of its sum, so it follows from the row alone."""
     steps = -(-row_vectors // _THREADS)
-    return -(-(-(-row_vectors // steps)) // 32) * 32
+    return -(-row_vectors // (32 * steps)) * 32
 
 
 def shared_bytes(row_vectors: int, team: int = 1, group_vectors: int = 0) -> int:

@@ -42,7 +42,7 @@ def reduce_module(package: str) -> ModuleSpec:
 
 
 class Epilogue(NamedTuple):
-    """What follows the sum. Twin: include/comm_core/epilogue.cuh, Epilogue. Addresses are 0 for what is not wanted."""
+    """What follows the sum; addresses are 0 for what is not wanted. Twin: include/comm_core/epilogue.cuh."""
 
     residual_in: int = 0
     residual_out: int = 0
