@@ -37,8 +37,10 @@ __all__ = [
 VECTOR_BYTES = 16
 HALVES = 2
 """Calls fill the halves of a buffer in turn."""
-_THREADS = 512
-"""Of a block, at most. Twin: include/comm_core/allreduce.cuh, kReduceThreads."""
+_PLAIN_THREADS = (128, 256, 384)
+"""Of a block without an epilogue. Twin of the last: include/comm_core/allreduce.cuh, kReduceThreads."""
+_FUSED_THREADS = 512
+"""Of a block with an epilogue, at most. Twin: kFusedThreads."""
 PER_SM = 2
 """Blocks without an epilogue that fit a multiprocessor, and one with. Twins: kReduceBlocks, kFusedBlocks."""
 _TEAMS = (4, 2)
@@ -191,17 +193,16 @@ def capacity_bytes(world_size: int, nbytes: int, force_oneshot: bool, trade_byte
 
 def plain_launch(shape: Shape, settings: Settings) -> Launch:
     """Return the launch of a sum without an epilogue."""
-    vectors = shape.vectors
+    vectors, most = shape.vectors, _PLAIN_THREADS[-1]
+    blocks = -(-vectors // most)
     if shape.two_shots:
-        return Launch(min(settings.blocks, -(-vectors // _THREADS)), _THREADS)
-    for threads in (128, 256, 512):
-        blocks = -(-vectors // threads)
-        if blocks <= settings.sms:
-            return Launch(blocks, threads)
-    blocks = -(-vectors // _THREADS)
+        return Launch(min(settings.blocks, blocks), most)
+    for threads in _PLAIN_THREADS:
+        if -(-vectors // threads) <= settings.sms:
+            return Launch(-(-vectors // threads), threads)
     if blocks <= settings.blocks:
-        return Launch(blocks, _THREADS)
-    return Launch(settings.blocks, _THREADS, 2, patience_ns=settings.patience_ns)
+        return Launch(blocks, most)
+    return Launch(settings.blocks, most, 2, patience_ns=settings.patience_ns)
 
 
 def groups_within_warps(group_vectors: int) -> bool:
@@ -211,7 +212,7 @@ def groups_within_warps(group_vectors: int) -> bool:
 
 def _row_threads(row_vectors: int) -> int:
     """Return the threads of a row. It decides on the order of its sum, so it follows from the row alone."""
-    steps = -(-row_vectors // _THREADS)
+    steps = -(-row_vectors // _FUSED_THREADS)
     return -(-row_vectors // (32 * steps)) * 32
 
 
@@ -240,6 +241,6 @@ def fused_launch(
         fits = [size for size in _TEAMS if rows * size <= settings.sms and threads % (32 * size) == 0]
         team = max(fits, default=1)
     # Small rows leave room for more blocks; two shots deal parts of the operand to them as well.
-    blocks = min(settings.sms * max(1, _THREADS // threads), rows * team)
+    blocks = min(settings.sms * max(1, _FUSED_THREADS // threads), rows * team)
     nbytes = shared_bytes(row_vectors, team, group_vectors)
     return Launch(max(blocks, team), threads // team, 1, team, settings.patience_ns if two_shots else 0, nbytes)

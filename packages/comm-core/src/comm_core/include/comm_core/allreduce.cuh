@@ -42,10 +42,11 @@
 
 namespace comm {
 
-// Blocks are at most this large; so many of each kernel fit a multiprocessor. Twins:
-// comm_core/allreduce/launch.py.
-constexpr uint32_t kReduceThreads = 512;
+// Threads of a block without an epilogue and of one with, at most, and how many of them fit a
+// multiprocessor. Twins: comm_core/allreduce/launch.py.
+constexpr uint32_t kReduceThreads = 384;
 constexpr uint32_t kReduceBlocks = 2;
+constexpr uint32_t kFusedThreads = 512;
 constexpr uint32_t kFusedBlocks = 1;
 
 struct ReduceParams {
@@ -471,15 +472,15 @@ __global__ __launch_bounds__(kReduceThreads, kReduceBlocks) void reduce_kernel(
 
 // The sum and what follows it. Rows are dealt to teams of `p.team` blocks, one at a time.
 template <class T, bool kTwoShots>
-__global__ __launch_bounds__(kReduceThreads, kFusedBlocks) void fused_kernel(
+__global__ __launch_bounds__(kFusedThreads, kFusedBlocks) void fused_kernel(
     const __grid_constant__ ReduceParams p) {
   COMM_DYNAMIC_SHARED(Vector, stash);
   __shared__ uint32_t scratch[2 * kTeamWarps];
   follow();
   const Epilogue& e = p.epilogue;
-  const uint32_t block = blockIdx.x % p.team;
-  const uint64_t first = blockIdx.x / p.team, teams = gridDim.x / p.team;
-  Team team = {scratch, p.team, block, block * blockDim.x + threadIdx.x, p.team * blockDim.x};
+  const uint32_t blocks = kClusters ? p.team : 1, block = blockIdx.x % blocks;
+  const uint64_t first = blockIdx.x / blocks, teams = gridDim.x / blocks;
+  Team team = {scratch, blocks, block, block * blockDim.x + threadIdx.x, blocks * blockDim.x};
   RowEpilogue<T> epilogue(e, team, stash);
   epilogue.fetch_gamma();
   const uint32_t span = team.threads;
@@ -512,7 +513,7 @@ __global__ __launch_bounds__(kReduceThreads, kFusedBlocks) void fused_kernel(
   begin(m);
   if (kTwoShots) reduce_own_part<T>(m, thread, threads);
   // A block's shared memory may be written by others from here on: all of them are there.
-  if (p.team != 1) meet_in_cluster();
+  if (blocks != 1) meet_in_cluster();
   COMM_NO_UNROLL
   for (uint64_t row = first; row < e.rows; row += teams) {
     epilogue.fetch_residual(row);

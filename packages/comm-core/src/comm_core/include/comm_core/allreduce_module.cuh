@@ -71,7 +71,7 @@ inline int check_reduce(const ReduceArgs* args) {
                (unsigned long long)args->vectors, (unsigned long long)args->slot_vectors,
                (unsigned long long)args->half_vectors);
   COMM_REQUIRE(args->blocks != 0 && args->threads % 32 == 0 && args->threads != 0 &&
-                   args->threads <= kReduceThreads,
+                   args->threads <= (args->fused ? kFusedThreads : kReduceThreads),
                "%u blocks of %u threads", args->blocks, args->threads);
   COMM_REQUIRE(args->per_thread == 1 || args->per_thread == 2, "%u vectors a thread",
                args->per_thread);

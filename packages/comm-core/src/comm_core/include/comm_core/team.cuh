@@ -20,6 +20,13 @@ namespace comm {
 constexpr uint32_t kTeamWarps = 32;
 constexpr uint32_t kTeamBlocks = 8;
 
+// Whether a team can be more than one block.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+constexpr bool kClusters = true;
+#else
+constexpr bool kClusters = false;
+#endif
+
 #if defined(__CUDACC__)
 
 // A word that a block of the cluster has in shared memory, at the same place as this block's own.
@@ -78,7 +85,7 @@ struct Team {
                       // written, and before the first is written again all have met
 
   __device__ __forceinline__ void meet() const {
-    if (blocks == 1) {
+    if (!kClusters || blocks == 1) {
       __syncthreads();
     } else {
       meet_in_cluster();
@@ -95,7 +102,7 @@ struct Team {
     }
     uint32_t* partial = scratch + turn * kTeamWarps;
     turn ^= 1;
-    if (blocks == 1) {
+    if (!kClusters || blocks == 1) {
       if (lane == 0) partial[thread / 32] = value;
     } else if (lane < blocks) {
       store_in_block(&partial[thread / 32], lane, value);
