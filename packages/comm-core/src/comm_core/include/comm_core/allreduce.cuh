@@ -189,6 +189,11 @@ COMM_HD uint32_t places_below(uint64_t index, uint64_t step, uint64_t end) {
   return count;
 }
 
+// Look whether somebody has given up, before more is stored for others.
+COMM_HD void look(Member& m) {
+  if (m.good() && aborted(m.call)) m.wait = Wait::kAborted;
+}
+
 // Load them.
 template <class T, uint32_t kVectors>
 COMM_HD void load_operands(const ReduceParams& p, uint64_t index, uint64_t step, uint32_t count,
@@ -345,14 +350,17 @@ COMM_HD void scatter_operand(const Member& m, uint64_t thread, uint64_t threads)
 }
 
 // The sums of the part that this rank owns, for everybody.
-template <class T>
+template <class T, uint32_t kSources>
 COMM_HD void reduce_own_part(Member& m, uint64_t thread, uint64_t threads) {
   const uint64_t part = m.p.slot_vectors, first = m.rank() * part;
   const uint64_t end = first + part < m.p.vectors ? first + part : m.p.vectors;
   COMM_NO_UNROLL
   for (uint64_t index = first + thread; index < end; index += threads) {
     Vector sum[1];
-    sum_slots<T, 1, 4>(m, index - first, index, 0, 1, sum);
+    // Under way while the operands are waited for.
+    const bool told = aborted(m.call);
+    sum_slots<T, 1, kSources>(m, index - first, index, 0, 1, sum);
+    if (told) m.wait = Wait::kAborted;
     if (!m.good()) return;
     uint32_t peer = m.rank();
     COMM_NO_UNROLL
@@ -446,7 +454,7 @@ __global__ __launch_bounds__(kReduceThreads, kReduceBlocks) void reduce_kernel(
     }
   }
   begin(m);
-  if (kTwoShots) reduce_own_part<T>(m, thread, threads);
+  if (kTwoShots) reduce_own_part<T, 4>(m, thread, threads);
   COMM_NO_UNROLL
   for (; index < p.vectors; index += stride) {
     Vector sums[kVectors];
@@ -454,10 +462,11 @@ __global__ __launch_bounds__(kReduceThreads, kReduceBlocks) void reduce_kernel(
     if (kTwoShots) {
       take_sums<kVectors>(m, index, threads, count, sums);
     } else {
-      if (ahead != 0 && m.good()) {
+      if (ahead != 0) {
         // What is sent ahead keeps the link busy while this thread waits.
         load_operands<T, kVectors>(p, index + stride, threads, ahead, own);
-        send_to_all<kVectors>(m, index + stride, threads, ahead, own);
+        look(m);
+        if (m.good()) send_to_all<kVectors>(m, index + stride, threads, ahead, own);
       }
       sum_slots<T, kVectors, 4 / kVectors>(m, index, index, threads, count, sums);
     }
@@ -495,10 +504,12 @@ __global__ __launch_bounds__(kFusedThreads, kFusedBlocks) void fused_kernel(
   Member m = enter(p);
   announce_start(m);
   auto send_row = [&](uint64_t row, bool loaded) {
-    if (!m.good() || row >= e.rows) return;
+    if (row >= e.rows) return;
     COMM_NO_UNROLL
     for (uint32_t at = team.thread; at < e.row_vectors; at += 2 * span) {
       if (!loaded || at != team.thread) load(row, at);
+      if (!loaded) look(m);
+      if (!m.good()) return;
       const uint32_t count = places_below<2>(at, span, e.row_vectors);
       send_to_all<2>(m, row * e.row_vectors + at, span, count, own);
     }
@@ -511,7 +522,7 @@ __global__ __launch_bounds__(kFusedThreads, kFusedBlocks) void fused_kernel(
     scatter_operand<T>(m, thread, threads);
   }
   begin(m);
-  if (kTwoShots) reduce_own_part<T>(m, thread, threads);
+  if (kTwoShots) reduce_own_part<T, 2>(m, thread, threads);
   // A block's shared memory may be written by others from here on: all of them are there.
   if (blocks != 1) meet_in_cluster();
   COMM_NO_UNROLL

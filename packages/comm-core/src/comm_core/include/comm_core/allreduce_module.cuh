@@ -9,6 +9,8 @@
 #include <comm_core/abi.h>
 #include <comm_core/allreduce.cuh>
 
+#if defined(__CUDACC__)
+
 namespace comm {
 
 // Append only. Twin: comm_core/allreduce/module.py, _DTYPES.
@@ -188,3 +190,5 @@ inline int launch_reduce(const ReduceArgs* args) {
   COMM_ALLREDUCE_KERNELS(comm::Bfloat16)                                          \
   COMM_ALLREDUCE_KERNELS(comm::Float32)                                           \
   COMM_MODULE_END(plugin##_allreduce)
+
+#endif  // __CUDACC__
