@@ -77,19 +77,18 @@ def plain_launches(shape: Shape, sms: int) -> Iterator[Launch]:
         yield Launch(blocks, threads, per_thread, 1, patience)
 
 
-def fused_launches(rows: int, row_vectors: int, sms: int, two_shots: bool) -> Iterator[Launch]:
+def fused_launches(rows: int, row_vectors: int, sms: int) -> Iterator[Launch]:
     """Launches of a sum with residual and norm."""
-    base = launches.fused_launch(rows, row_vectors, launches.Settings(2 * sms), two_shots=two_shots)
-    seen: set[tuple[int, int]] = set()
-    for team, share in itertools.product((1, 2, 4, 8), (0.5, 0.75, 1)):
-        if base.threads % (32 * team):
-            continue
+    seen: set[tuple[int, int, int]] = set()
+    for team, more, share in itertools.product((1, 2, 4, 8), (0, 1, 2), (0.5, 1, 2)):
+        steps = -(-row_vectors // (team * launches.FUSED_THREADS)) + more
+        threads = -(-row_vectors // (team * steps * 32)) * 32
         blocks = min(rows * team, int(sms * share) // team * team)
-        if (team, blocks) in seen or (team > 1 and rows > 4 * sms):
+        if (team, threads, blocks) in seen or threads < 96 or rows * team > 16 * blocks:
             continue
-        seen.add((team, blocks))
+        seen.add((team, threads, blocks))
         for patience in (0, 20) if rows * team > blocks else (0,):
-            yield Launch(blocks, base.threads // team, 1, team, patience, launches.shared_bytes(row_vectors, team))
+            yield Launch(blocks, threads, 1, team, patience, launches.shared_bytes(row_vectors, team, threads))
 
 
 def rank_main(rank: int, ranks: int, port: int, options: argparse.Namespace) -> None:
@@ -123,18 +122,18 @@ def rank_main(rank: int, ranks: int, port: int, options: argparse.Namespace) -> 
         dist.all_reduce(want)
         for one in (True, False) if ranks > 2 or options.two_shots else (True,):
             shape = launches.shape_of(ranks, nbytes, one)
-            for kind in ("plain", "fused"):
+            for kind in options.kinds:
                 if kind == "plain":
                     ways = [launches.plain_launch(shape, session.settings), *plain_launches(shape, sms)]
                     epilogue = NO_EPILOGUE
                 else:
-                    chosen = launches.fused_launch(tokens, row_vectors, session.settings, two_shots=not one)
-                    ways = [chosen, *fused_launches(tokens, row_vectors, sms, not one)]
+                    chosen = launches.fused_launch(tokens, row_vectors, session.settings)
+                    ways = [chosen, *fused_launches(tokens, row_vectors, sms)]
                     epilogue = Epilogue(
                         residual_in=residual.data_ptr(), residual_out=out.data_ptr(), gamma=gamma.data_ptr(),
                         norm_out=norm.data_ptr(), eps=1e-6, rows=tokens, row_vectors=row_vectors, hidden=_HIDDEN,
                     )  # fmt: skip
-                for number, way in enumerate(ways):
+                for number, way in enumerate(ways[:1] if options.chosen else ways):
                     for early, lead in ((False, False), (True, False), (True, True)):
                         if lead and number and not options.all:
                             continue
@@ -180,6 +179,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 4, 8, 32, 128, 512, 2048])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--batches", type=int, default=5)
+    parser.add_argument("--kinds", nargs="+", choices=("plain", "fused"), default=["plain", "fused"])
+    parser.add_argument("--chosen", action="store_true", help="only what the project chooses")
     parser.add_argument("--two-shots", action="store_true", help="two shots at two ranks as well")
     parser.add_argument("--all", action="store_true", help="every launch with an early start of the next one, too")
     parser.add_argument("--json", type=Path)

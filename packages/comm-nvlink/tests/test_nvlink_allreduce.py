@@ -52,7 +52,9 @@ def call(workspace: Any, case: Case, seed: int) -> dict[str, torch.Tensor]:
 
 def calls(group: Group, module: Module, cases: list[Case], settings: Settings = host.ONE_BLOCK) -> list[Any]:
     nbytes = max(case.tokens * case.hidden * case.dtype.itemsize for case in cases)
-    with host.opened(Workspace, group, module, nbytes, settings=settings) as workspace:
+    with host.opened(Workspace, group, module, nbytes) as workspace:
+        # The self-test is over: several blocks run one after the other here, which two shots do not bear.
+        workspace._session.settings = settings
         return [{name: raw(x) for name, x in call(workspace, case, seed).items()} for seed, case in enumerate(cases)]
 
 
@@ -113,7 +115,7 @@ def test_norms_with_a_bias_and_any_eps(module: Module) -> None:
     run(2, module, cases)
 
 
-@pytest.mark.parametrize("hidden", [4096, 4352, 8192, 12000, 24576])
+@pytest.mark.parametrize("hidden", [3072, 4352, 8192, 12000, 24576])
 def test_rows_of_several_vectors_a_thread(module: Module, hidden: int) -> None:
     cases = [
         Case(CODE.kARResidualRMSNormOutDynamicFP8Quant, 2, hidden),
@@ -139,7 +141,7 @@ def test_blocks_and_threads_do_not_change_a_bit(module: Module) -> None:
         Case(pattern, 9, 512, BF16, use_oneshot=True)
         for pattern in (CODE.kAllReduce, CODE.kARResidualRMSNormOutFP8Quant)
     ]
-    results = [run_threads(2, calls, module, cases, Settings(sms), timeout_s=60) for sms in (1, 2, 5, 64)]
+    results = [run_threads(2, calls, module, cases, Settings(blocks), timeout_s=60) for blocks in (1, 2, 10, 128)]
     same_on_all([each for result in results for each in result])
 
 

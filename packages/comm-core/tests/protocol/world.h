@@ -168,25 +168,25 @@ struct Reduction {
     comm::Member m = comm::enter(p);
     if (p.two_shots && m.good() && block == 0) comm::announce_to_all(m.call, 0, 0);
     if (m.good() && p.two_shots) {
-      comm::scatter_operand<T>(m, block, blocks);
+      comm::scatter_operand<T, true>(m, block, blocks);
     } else if (m.good()) {
       for (uint64_t index = block; index < p.vectors; index += blocks) {
         comm::Vector own[1];
-        comm::load_operands<T, 1>(p, index, 0, 1, own);
+        comm::load_operands<T, true, 1>(p, index, 0, 1, own);
         comm::send_to_all<1>(m, index, 0, 1, own);
       }
     }
     comm::count_block(m, blocks);
     m.call.deadline_ns = comm::now_ns() + p.session.timeout_ns;
     at(1);
-    if (p.two_shots) comm::reduce_own_part<T, 2>(m, block, blocks);
+    if (p.two_shots) comm::reduce_own_part<T, true, 2>(m, block, blocks);
     at(2);
     for (uint64_t index = block; index < p.vectors; index += blocks) {
       comm::Vector sums[1];
       if (p.two_shots) {
         comm::take_sums<1>(m, index, 0, 1, sums);
       } else {
-        comm::sum_slots<T, 1, 4>(m, index, index, 0, 1, sums);
+        comm::sum_slots<T, true, 1, 4>(m, index, index, 0, 1, sums);
       }
       comm::store_output(p, index, sums[0]);
     }

@@ -208,7 +208,7 @@ class WindowAllReduceWorkspace(AllReduceFusionWorkspace):
                 f"{dtype_name(call.dtype)}, got {call.group_size}; backend='dist' takes any that divides hidden_dim"
             )
         row_vectors, group_vectors = call.hidden // elements, call.group_size // elements
-        if launches.shared_bytes(row_vectors, 1, group_vectors) > MAX_SHARED_BYTES:
+        if not launches.fits_a_block(row_vectors, group_vectors):
             raise ArgumentValueError(
                 f"input: a row of hidden_dim={call.hidden} {dtype_name(call.dtype)} does not fit a block of backend "
                 f"{self.backend!r}: at most {MAX_SHARED_BYTES // (2 * itemsize)} elements do, less with groups "
@@ -222,9 +222,7 @@ class WindowAllReduceWorkspace(AllReduceFusionWorkspace):
         epilogue, output = NO_EPILOGUE, _address(call.output)
         if PATTERNS[call.pattern].has_norm:
             epilogue = epilogue_of(call, _quantization(call))
-            launch = launches.fused_launch(
-                call.tokens, epilogue.row_vectors, settings, epilogue.group_vectors, two_shots=shape.two_shots
-            )
+            launch = launches.fused_launch(call.tokens, epilogue.row_vectors, settings, epilogue.group_vectors)
         else:
             launch = launches.plain_launch(shape, settings)
         self._session.reduce(

@@ -15,6 +15,7 @@ from typing import NamedTuple, cast
 from comm_core._json import Json, JsonObject
 
 __all__ = [
+    "FUSED_THREADS",
     "HALVES",
     "MAX_SHARED_BYTES",
     "PER_SM",
@@ -24,12 +25,14 @@ __all__ = [
     "Settings",
     "Shape",
     "capacity_bytes",
+    "fits_a_block",
     "fused_launch",
     "groups_within_warps",
     "one_shot",
     "one_shot_limit",
     "plain_launch",
     "required_bytes",
+    "row_threads",
     "shape_of",
     "shared_bytes",
 ]
@@ -37,16 +40,18 @@ __all__ = [
 VECTOR_BYTES = 16
 HALVES = 2
 """Calls fill the halves of a buffer in turn."""
-_PLAIN_THREADS = (128, 256, 384)
+_THREADS = (128, 256, 384)
 """Of a block without an epilogue. Twin of the last: include/comm_core/allreduce.cuh, kReduceThreads."""
-_FUSED_THREADS = 512
+FUSED_THREADS = 384
 """Of a block with an epilogue, at most. Twin: kFusedThreads."""
 PER_SM = 2
-"""Blocks without an epilogue that fit a multiprocessor, and one with. Twins: kReduceBlocks, kFusedBlocks."""
-_TEAMS = (4, 2)
+"""Blocks that fit a multiprocessor. Twin: kReduceBlocks."""
+_TEAMS = (8, 4, 2)
 """Blocks that may share a row, where rows are few. Twin: include/comm_core/team.cuh, kTeamBlocks."""
 MAX_SHARED_BYTES = 96 << 10
-"""Shared memory of a block that every architecture has."""
+"""Shared memory of a block, which every architecture has."""
+_SHARED_OF_TWO = 40 << 10
+"""The same where two blocks are to fit a multiprocessor."""
 _TRADE_BYTES = 960 << 10
 """What a link moves while the second shot's latency passes."""
 
@@ -67,8 +72,7 @@ class Settings:
     """How launches are made; equal on all ranks.
 
     Attributes:
-        blocks: without an epilogue that are all on the device at once, two to a multiprocessor, whatever else the
-            ranks run there. Of those with an epilogue half as many are.
+        blocks: that are all on the device at once, two to a multiprocessor, whatever else the ranks run there.
         clusters: whether every rank's device has clusters.
         trade_bytes: see `one_shot_limit`.
         patience_ns: pause between two looks at what has not come, in large calls.
@@ -81,7 +85,7 @@ class Settings:
 
     @property
     def sms(self) -> int:
-        """Multiprocessors, and blocks with an epilogue."""
+        """Multiprocessors."""
         return max(1, self.blocks // PER_SM)
 
     def to_json(self) -> JsonObject:
@@ -193,11 +197,11 @@ def capacity_bytes(world_size: int, nbytes: int, force_oneshot: bool, trade_byte
 
 def plain_launch(shape: Shape, settings: Settings) -> Launch:
     """Return the launch of a sum without an epilogue."""
-    vectors, most = shape.vectors, _PLAIN_THREADS[-1]
+    vectors, most = shape.vectors, _THREADS[-1]
     blocks = -(-vectors // most)
     if shape.two_shots:
         return Launch(min(settings.blocks, blocks), most)
-    for threads in _PLAIN_THREADS:
+    for threads in _THREADS:
         if -(-vectors // threads) <= settings.sms:
             return Launch(-(-vectors // threads), threads)
     if blocks <= settings.blocks:
@@ -210,22 +214,29 @@ def groups_within_warps(group_vectors: int) -> bool:
     return group_vectors <= 32 and group_vectors & (group_vectors - 1) == 0
 
 
-def _row_threads(row_vectors: int) -> int:
-    """Return the threads of a row. It decides on the order of its sum, so it follows from the row alone."""
-    steps = -(-row_vectors // _FUSED_THREADS)
-    return -(-row_vectors // (32 * steps)) * 32
+def _up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
 
 
-def shared_bytes(row_vectors: int, team: int = 1, group_vectors: int = 0) -> int:
+def row_threads(row_vectors: int, team: int) -> int:
+    """Return the threads of each of `team` blocks that share a row: as many as have a vector in every step."""
+    most = team * FUSED_THREADS
+    steps = -(-row_vectors // most)
+    return _up(-(-row_vectors // (team * steps)), 32)
+
+
+def shared_bytes(row_vectors: int, team: int, threads: int, group_vectors: int = 0) -> int:
     """Return the shared memory of a block that has its part of a row and of gamma."""
-    threads = _row_threads(row_vectors)
-    nbytes = 2 * -(-row_vectors // threads) * (threads // team) * VECTOR_BYTES
+    nbytes = 2 * -(-row_vectors // (team * threads)) * threads * VECTOR_BYTES
     return nbytes + (0 if groups_within_warps(group_vectors) else 4 * row_vectors)
 
 
-def fused_launch(
-    rows: int, row_vectors: int, settings: Settings, group_vectors: int = 0, *, two_shots: bool = False
-) -> Launch:
+def fits_a_block(row_vectors: int, group_vectors: int = 0) -> bool:
+    """Return whether a block has room for a row."""
+    return shared_bytes(row_vectors, 1, row_threads(row_vectors, 1), group_vectors) <= MAX_SHARED_BYTES
+
+
+def fused_launch(rows: int, row_vectors: int, settings: Settings, group_vectors: int = 0) -> Launch:
     """Return the launch of a sum with an epilogue: a row for a team of blocks.
 
     Args:
@@ -233,14 +244,13 @@ def fused_launch(
         row_vectors: vectors of a token.
         settings: of the group.
         group_vectors: vectors that share a scale, else 0.
-        two_shots: which algorithm.
     """
-    threads = _row_threads(row_vectors)
     team = 1
     if settings.clusters and groups_within_warps(group_vectors):
-        fits = [size for size in _TEAMS if rows * size <= settings.sms and threads % (32 * size) == 0]
+        # More blocks than groups of 32 vectors would have nothing to do.
+        fits = [size for size in _TEAMS if rows * size <= settings.sms and row_vectors >= 32 * size]
         team = max(fits, default=1)
-    # Small rows leave room for more blocks; two shots deal parts of the operand to them as well.
-    blocks = min(settings.sms * max(1, _FUSED_THREADS // threads), rows * team)
-    nbytes = shared_bytes(row_vectors, team, group_vectors)
-    return Launch(max(blocks, team), threads // team, 1, team, settings.patience_ns if two_shots else 0, nbytes)
+    threads = row_threads(row_vectors, team)
+    nbytes = shared_bytes(row_vectors, team, threads, group_vectors)
+    most = settings.blocks if nbytes <= _SHARED_OF_TWO else settings.sms
+    return Launch(min(most, rows * team), threads, 1, team, settings.patience_ns, nbytes)

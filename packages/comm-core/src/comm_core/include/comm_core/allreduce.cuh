@@ -42,12 +42,11 @@
 
 namespace comm {
 
-// Threads of a block without an epilogue and of one with, at most, and how many of them fit a
+// Threads of a block without an epilogue and of one with, at most, and how many blocks fit a
 // multiprocessor. Twins: comm_core/allreduce/launch.py.
 constexpr uint32_t kReduceThreads = 384;
+constexpr uint32_t kFusedThreads = 384;
 constexpr uint32_t kReduceBlocks = 2;
-constexpr uint32_t kFusedThreads = 512;
-constexpr uint32_t kFusedBlocks = 1;
 
 struct ReduceParams {
   Session session;
@@ -61,8 +60,11 @@ struct ReduceParams {
   uint32_t tail_bytes;    // of the last vector
   uint32_t two_shots;
   uint32_t operation;
-  uint32_t lead;      // whether the next kernel may start before this one has ended
-  uint32_t team;      // blocks that share a row
+  uint32_t lead;  // whether the next kernel may start before this one has ended
+  uint32_t team;  // blocks that share a row
+  uint32_t teams;
+  uint32_t steps;     // vectors of a row for each thread, at most
+  float share;        // of an element in the mean of a row
   uint32_t patience;  // nanoseconds between two looks at what has not come
   Epilogue epilogue;
 };
@@ -124,11 +126,12 @@ COMM_HD Vector missing_vector(const ReduceParams& p) {
   return {{word, word, word, word}};
 }
 
-// This rank's operand, as the others receive it; zeros beyond its end.
-template <class T>
+// This rank's operand, as the others receive it; zeros beyond its end. `kTail`: that the last
+// vector may not be whole.
+template <class T, bool kTail>
 COMM_HD Vector load_operand(const ReduceParams& p, uint64_t index) {
   Vector vector;
-  if (p.tail_bytes != 16 && index + 1 == p.vectors) {
+  if (kTail && p.tail_bytes != 16 && index + 1 == p.vectors) {
     const uint16_t* from = static_cast<const uint16_t*>(p.input) + index * 8;
     for (uint32_t i = 0; i < 4; ++i) vector.word[i] = 0;
     COMM_UNROLL
@@ -195,12 +198,12 @@ COMM_HD void look(Member& m) {
 }
 
 // Load them.
-template <class T, uint32_t kVectors>
+template <class T, bool kTail, uint32_t kVectors>
 COMM_HD void load_operands(const ReduceParams& p, uint64_t index, uint64_t step, uint32_t count,
                            Vector (&values)[kVectors]) {
   COMM_UNROLL
   for (uint32_t i = 0; i < kVectors; ++i) {
-    if (i < count) values[i] = load_operand<T>(p, index + i * step);
+    if (i < count) values[i] = load_operand<T, kTail>(p, index + i * step);
   }
 }
 
@@ -227,16 +230,17 @@ COMM_HD void await(Member& m, Complete complete) {
 // Add up `kVectors` vectors of all ranks, of which the first `count` exist: vector i is `step`
 // vectors further than the one before, in every slot and in this rank's operand, where the first
 // one is `index`.
-template <class T, uint32_t kVectors, uint32_t kSources>
+template <class T, bool kTail, uint32_t kVectors, uint32_t kSources>
 COMM_HD void sum_slots(Member& m, uint64_t slot_index, uint64_t index, uint64_t step,
                        uint32_t count, Vector (&sums)[kVectors]) {
   using Format = Elements<T>;
   float total[kVectors][Format::kCount] = {};
+  // Loaded again: it is still in the first-level cache, and would take registers until here.
+  Vector own[kVectors] = {};
+  load_operands<T, kTail, kVectors>(m.p, index, step, count, own);
   COMM_NO_UNROLL
   for (uint32_t base = 0; base < m.ranks(); base += kSources) {
-    // This rank's own operand is loaded again: it is still in the first-level cache, and would take
-    // registers until here.
-    Vector got[kSources][kVectors] = {};
+    Vector got[kSources][kVectors];
     Vector* from[kSources];
     COMM_UNROLL
     for (uint32_t k = 0; k < kSources; ++k) {
@@ -245,7 +249,8 @@ COMM_HD void sum_slots(Member& m, uint64_t slot_index, uint64_t index, uint64_t 
       from[k] = other ? m.half + m.slot(sender, m.rank()) + slot_index : nullptr;
       COMM_UNROLL
       for (uint32_t i = 0; i < kVectors; ++i) {
-        if (sender == m.rank() && i < count) got[k][i] = load_operand<T>(m.p, index + i * step);
+        if (sender == m.rank() && i < count)
+          got[k][i] = load_operand<T, kTail>(m.p, index + i * step);
       }
     }
     uint32_t absent = 0;
@@ -325,7 +330,7 @@ COMM_HD void take_sums(Member& m, uint64_t index, uint64_t step, uint32_t count,
 }
 
 // The first shot of two: contributions to the parts that others own. Thread `thread` of `threads`.
-template <class T>
+template <class T, bool kTail>
 COMM_HD void scatter_operand(const Member& m, uint64_t thread, uint64_t threads) {
   const uint64_t part = m.p.slot_vectors;
   // Every rank begins with another peer.
@@ -340,7 +345,7 @@ COMM_HD void scatter_operand(const Member& m, uint64_t thread, uint64_t threads)
     for (uint64_t index = first + thread; index < end; index += 2 * threads) {
       const uint32_t count = places_below<2>(index, threads, end);
       Vector values[2];
-      load_operands<T, 2>(m.p, index, threads, count, values);
+      load_operands<T, kTail, 2>(m.p, index, threads, count, values);
       COMM_UNROLL
       for (uint32_t i = 0; i < 2; ++i) {
         if (i < count) lamport_publish(to + (index - first) + i * threads, values[i]);
@@ -350,7 +355,7 @@ COMM_HD void scatter_operand(const Member& m, uint64_t thread, uint64_t threads)
 }
 
 // The sums of the part that this rank owns, for everybody.
-template <class T, uint32_t kSources>
+template <class T, bool kTail, uint32_t kSources>
 COMM_HD void reduce_own_part(Member& m, uint64_t thread, uint64_t threads) {
   const uint64_t part = m.p.slot_vectors, first = m.rank() * part;
   const uint64_t end = first + part < m.p.vectors ? first + part : m.p.vectors;
@@ -359,7 +364,7 @@ COMM_HD void reduce_own_part(Member& m, uint64_t thread, uint64_t threads) {
     Vector sum[1];
     // Under way while the operands are waited for.
     const bool told = aborted(m.call);
-    sum_slots<T, 1, kSources>(m, index - first, index, 0, 1, sum);
+    sum_slots<T, kTail, 1, kSources>(m, index - first, index, 0, 1, sum);
     if (told) m.wait = Wait::kAborted;
     if (!m.good()) return;
     uint32_t peer = m.rank();
@@ -427,8 +432,7 @@ __device__ __forceinline__ void begin(Member& m) {
 
 // Before the first stores of two shots: that this rank has come, for `culprit`.
 __device__ __forceinline__ void announce_start(const Member& m) {
-  if (m.p.two_shots && m.good() && blockIdx.x == 0 && threadIdx.x < 32)
-    announce_to_all(m.call, 0, 0);
+  if (m.good() && blockIdx.x == 0 && threadIdx.x < 32) announce_to_all(m.call, 0, 0);
 }
 
 // The sum alone. Vectors are dealt to the threads of all blocks in turn, `kVectors` at a time.
@@ -442,19 +446,19 @@ __global__ __launch_bounds__(kReduceThreads, kReduceBlocks) void reduce_kernel(
   Vector own[kVectors];
   uint64_t index = thread;
   uint32_t count = places_below<kVectors>(index, threads, p.vectors);
-  // Before the epoch is waited for, so that the two come together.
-  if (!kTwoShots) load_operands<T, kVectors>(p, index, threads, count, own);
+  // The epoch is under way while the operand is loaded.
   Member m = enter(p);
-  announce_start(m);
+  if (!kTwoShots) load_operands<T, true, kVectors>(p, index, threads, count, own);
+  if (kTwoShots) announce_start(m);
   if (m.good()) {
     if (kTwoShots) {
-      scatter_operand<T>(m, thread, threads);
+      scatter_operand<T, true>(m, thread, threads);
     } else {
       send_to_all<kVectors>(m, index, threads, count, own);
     }
   }
   begin(m);
-  if (kTwoShots) reduce_own_part<T, 4>(m, thread, threads);
+  if (kTwoShots) reduce_own_part<T, true, 4>(m, thread, threads);
   COMM_NO_UNROLL
   for (; index < p.vectors; index += stride) {
     Vector sums[kVectors];
@@ -464,11 +468,11 @@ __global__ __launch_bounds__(kReduceThreads, kReduceBlocks) void reduce_kernel(
     } else {
       if (ahead != 0) {
         // What is sent ahead keeps the link busy while this thread waits.
-        load_operands<T, kVectors>(p, index + stride, threads, ahead, own);
+        load_operands<T, true, kVectors>(p, index + stride, threads, ahead, own);
         look(m);
         if (m.good()) send_to_all<kVectors>(m, index + stride, threads, ahead, own);
       }
-      sum_slots<T, kVectors, 4 / kVectors>(m, index, index, threads, count, sums);
+      sum_slots<T, true, kVectors, 4 / kVectors>(m, index, index, threads, count, sums);
     }
     COMM_UNROLL
     for (uint32_t i = 0; i < kVectors; ++i) {
@@ -479,77 +483,91 @@ __global__ __launch_bounds__(kReduceThreads, kReduceBlocks) void reduce_kernel(
   leave_call(m);
 }
 
+// The number of this block within its cluster, and of the cluster.
+__device__ __forceinline__ void place_in_cluster(uint32_t blocks, uint32_t* block,
+                                                 uint32_t* cluster) {
+  *block = 0;
+  *cluster = blockIdx.x;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  if (blocks == 1) return;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(*block));
+  asm("mov.u32 %0, %%clusterid.x;" : "=r"(*cluster));
+#endif
+}
+
 // The sum and what follows it. Rows are dealt to teams of `p.team` blocks, one at a time.
-template <class T, bool kTwoShots>
-__global__ __launch_bounds__(kFusedThreads, kFusedBlocks) void fused_kernel(
+template <class T, bool kTwoShots, bool kQuantized>
+__global__ __launch_bounds__(kFusedThreads, kReduceBlocks) void fused_kernel(
     const __grid_constant__ ReduceParams p) {
   COMM_DYNAMIC_SHARED(Vector, stash);
-  __shared__ uint32_t scratch[2 * kTeamWarps];
-  follow();
+  __shared__ TeamMemory memory;
   const Epilogue& e = p.epilogue;
-  const uint32_t blocks = kClusters ? p.team : 1, block = blockIdx.x % blocks;
-  const uint64_t first = blockIdx.x / blocks, teams = gridDim.x / blocks;
-  Team team = {scratch, blocks, block, block * blockDim.x + threadIdx.x, blocks * blockDim.x};
-  RowEpilogue<T> epilogue(e, team, stash);
-  epilogue.fetch_gamma();
+  uint32_t block, first;
+  place_in_cluster(p.team, &block, &first);
+  Team team = {&memory, p.team, block, block * blockDim.x + threadIdx.x, p.team * blockDim.x};
+  team.prepare();
+  follow();
+  // The epoch is under way while the operand is loaded.
+  Member m = enter(p);
+  RowEpilogue<T, kQuantized> epilogue(e, team, stash, p.steps, p.share);
   const uint32_t span = team.threads;
   // Two vectors at a time: those that most rows have for each thread.
   Vector own[2];
   auto load = [&](uint64_t row, uint32_t at) {
     const uint32_t count = places_below<2>(at, span, e.row_vectors);
-    load_operands<T, 2>(p, row * e.row_vectors + at, span, count, own);
+    load_operands<T, false, 2>(p, row * e.row_vectors + at, span, count, own);
   };
-  // Before the epoch is waited for, so that the two come together.
-  if (!kTwoShots && first < e.rows) load(first, team.thread);
-  Member m = enter(p);
-  announce_start(m);
-  auto send_row = [&](uint64_t row, bool loaded) {
-    if (row >= e.rows) return;
+  auto send = [&](uint64_t row, uint32_t at) {
+    if (!m.good()) return;
+    const uint32_t count = places_below<2>(at, span, e.row_vectors);
+    send_to_all<2>(m, row * e.row_vectors + at, span, count, own);
+  };
+  auto load_and_send = [&](uint64_t row, uint32_t at) {
     COMM_NO_UNROLL
-    for (uint32_t at = team.thread; at < e.row_vectors; at += 2 * span) {
-      if (!loaded || at != team.thread) load(row, at);
-      if (!loaded) look(m);
-      if (!m.good()) return;
-      const uint32_t count = places_below<2>(at, span, e.row_vectors);
-      send_to_all<2>(m, row * e.row_vectors + at, span, count, own);
+    for (; row < e.rows && at < e.row_vectors; at += 2 * span) {
+      load(row, at);
+      look(m);
+      send(row, at);
     }
   };
-  const uint64_t threads = uint64_t(gridDim.x) * blockDim.x;
-  const uint64_t thread = uint64_t(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (!kTwoShots) {
-    send_row(first, true);
-  } else if (m.good()) {
-    scatter_operand<T>(m, thread, threads);
+  if (!kTwoShots && first < e.rows) load(first, team.thread);
+  epilogue.fetch_gamma();
+  if (kTwoShots) {
+    const uint64_t threads = uint64_t(gridDim.x) * blockDim.x;
+    announce_start(m);
+    if (m.good())
+      scatter_operand<T, false>(m, uint64_t(blockIdx.x) * blockDim.x + threadIdx.x, threads);
+  } else if (first < e.rows) {
+    send(first, team.thread);
+    load_and_send(first, team.thread + 2 * span);
   }
   begin(m);
-  if (kTwoShots) reduce_own_part<T, 2>(m, thread, threads);
-  // A block's shared memory may be written by others from here on: all of them are there.
-  if (blocks != 1) meet_in_cluster();
+  if (kTwoShots) {
+    const uint64_t threads = uint64_t(gridDim.x) * blockDim.x;
+    reduce_own_part<T, false, 2>(m, uint64_t(blockIdx.x) * blockDim.x + threadIdx.x, threads);
+  }
+  epilogue.load_scale();
+  team.meet();
   COMM_NO_UNROLL
-  for (uint64_t row = first; row < e.rows; row += teams) {
+  for (uint64_t row = first; row < e.rows; row += p.teams) {
     epilogue.fetch_residual(row);
-    if (!kTwoShots) send_row(row + teams, false);
-    float squares = 0.0f;
+    if (!kTwoShots) load_and_send(row + p.teams, team.thread);
     COMM_NO_UNROLL
-    for (uint32_t step = 0; step < epilogue.steps(); step += 2) {
+    for (uint32_t step = 0; step < p.steps; ++step) {
       const uint32_t at = epilogue.place(step);
       const uint64_t index = row * e.row_vectors + at;
-      const uint32_t count = places_below<2>(at, span, e.row_vectors);
-      Vector sums[2];
+      Vector sums[1];
       if (kTwoShots) {
-        take_sums<2>(m, index, span, count, sums);
+        take_sums<1>(m, index, 0, at < e.row_vectors, sums);
       } else {
-        sum_slots<T, 2, 2>(m, index, index, span, count, sums);
+        sum_slots<T, false, 1, kQuantized ? 2 : 3>(m, index, index, 0, at < e.row_vectors, sums);
       }
       if (step == 0) epilogue.await_fetched();
-      COMM_UNROLL
-      for (uint32_t i = 0; i < 2; ++i) {
-        if (i < count) squares = add_rn(squares, epilogue.add_residual(row, step + i, sums[i]));
-      }
+      epilogue.add_residual(row, step, sums[0]);
     }
-    epilogue.finish(row, squares);
+    epilogue.finish(row);
   }
-  epilogue.pad_scales(first, teams);
+  epilogue.pad_scales(first, p.teams);
   leave_call(m);
 }
 

@@ -47,9 +47,19 @@ typedef void (*ReduceKernel)(ReduceParams);
 
 template <class T>
 ReduceKernel choose_kernel(const ReduceArgs* args) {
-  if (args->fused) return args->two_shots ? fused_kernel<T, true> : fused_kernel<T, false>;
+  if (args->fused) {
+    if (Encoding(args->epilogue.encoding) == Encoding::kNone)
+      return args->two_shots ? fused_kernel<T, true, false> : fused_kernel<T, false, false>;
+    return args->two_shots ? fused_kernel<T, true, true> : fused_kernel<T, false, true>;
+  }
   if (args->two_shots) return reduce_kernel<T, 1, true>;
   return args->per_thread == 1 ? reduce_kernel<T, 1, false> : reduce_kernel<T, 2, false>;
+}
+
+// Vectors of a row for each thread.
+inline uint32_t steps_of(const ReduceArgs* args) {
+  const uint32_t threads = args->team * args->threads;
+  return (args->epilogue.row_vectors + threads - 1) / threads;
 }
 
 inline int check_reduce(const ReduceArgs* args) {
@@ -82,11 +92,10 @@ inline int check_reduce(const ReduceArgs* args) {
                "%u blocks in teams of %u", args->blocks, args->team);
   if (!args->fused) return COMM_OK;
   COMM_REQUIRE(args->tail_bytes == 16 && e.rows * e.row_vectors == args->vectors &&
-                   args->team * args->threads <= kTeamWarps * 32,
-               "%llu rows of %u vectors for teams of %u threads", (unsigned long long)e.rows,
-               e.row_vectors, args->team * args->threads);
-  const uint32_t team_threads = args->team * args->threads;
-  const uint32_t steps = (e.row_vectors + team_threads - 1) / team_threads;
+                   e.row_vectors <= kTeamParts * 32,
+               "%llu rows of %u vectors, %llu in all", (unsigned long long)e.rows, e.row_vectors,
+               (unsigned long long)args->vectors);
+  const uint32_t steps = steps_of(args);
   uint32_t needed = 2 * steps * args->threads * uint32_t(sizeof(Vector));
   if (Encoding(e.encoding) == Encoding::kGroupFp8) {
     COMM_REQUIRE(e.group_vectors != 0 && e.row_vectors % e.group_vectors == 0,
@@ -123,6 +132,9 @@ inline int launch_reduce(const ReduceArgs* args) {
   params.operation = args->operation;
   params.lead = args->lead;
   params.team = args->team;
+  params.teams = args->blocks / args->team;
+  params.steps = steps_of(args);
+  params.share = args->fused ? 1.0f / float(args->epilogue.hidden) : 0.0f;
   params.patience = args->patience;
   params.epilogue = args->epilogue;
   ReduceKernel kernel = nullptr;
@@ -156,8 +168,8 @@ inline int launch_reduce(const ReduceArgs* args) {
     cluster.val.clusterDim.y = 1;
     cluster.val.clusterDim.z = 1;
   }
-  // More than a kernel has without asking for it.
-  if (config.dynamicSmemBytes > 48 * 1024) {
+  // More than a kernel has without asking for it, what it has of itself included.
+  if (config.dynamicSmemBytes + sizeof(TeamMemory) > 48 * 1024) {
     COMM_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                    int(config.dynamicSmemBytes)));
   }
@@ -167,12 +179,14 @@ inline int launch_reduce(const ReduceArgs* args) {
 
 }  // namespace comm
 
-#define COMM_ALLREDUCE_KERNELS(type)               \
-  COMM_KERNEL(comm::reduce_kernel<type, 1, false>) \
-  COMM_KERNEL(comm::reduce_kernel<type, 2, false>) \
-  COMM_KERNEL(comm::reduce_kernel<type, 1, true>)  \
-  COMM_KERNEL(comm::fused_kernel<type, false>)     \
-  COMM_KERNEL(comm::fused_kernel<type, true>)
+#define COMM_ALLREDUCE_KERNELS(type)                  \
+  COMM_KERNEL(comm::reduce_kernel<type, 1, false>)    \
+  COMM_KERNEL(comm::reduce_kernel<type, 2, false>)    \
+  COMM_KERNEL(comm::reduce_kernel<type, 1, true>)     \
+  COMM_KERNEL(comm::fused_kernel<type, false, false>) \
+  COMM_KERNEL(comm::fused_kernel<type, true, false>)  \
+  COMM_KERNEL(comm::fused_kernel<type, false, true>)  \
+  COMM_KERNEL(comm::fused_kernel<type, true, true>)
 
 // The whole module of a plugin.
 #define COMM_ALLREDUCE_MODULE(plugin)                                             \

@@ -91,8 +91,9 @@ __device__ __forceinline__ void store_plain(void* base, uint64_t index, const Ve
 #endif
 }
 
-// One thread's part in what follows the sums of its team's rows.
-template <class T>
+// One thread's part in what follows the sums of its team's rows. Without `kQuantized` there is no
+// encoding: less code for what is called most.
+template <class T, bool kQuantized>
 struct RowEpilogue {
   using Format = Elements<T>;
   static constexpr uint32_t kCount = Format::kCount;
@@ -100,77 +101,95 @@ struct RowEpilogue {
   const Epilogue& e;
   Team& team;
   Vector* stash;       // of the block: its part of the row, then of gamma
-  uint32_t* largest;   // of the row's vectors; where groups go beyond a warp
+  uint32_t steps;      // vectors of a row for each thread, at most
+  float share;         // of an element in the mean
   float global_scale;  // of kFp8 its inverse
 
-  __device__ __forceinline__ RowEpilogue(const Epilogue& epilogue, Team& threads, Vector* memory)
-      : e(epilogue), team(threads), stash(memory) {
-    largest = reinterpret_cast<uint32_t*>(stash + 2 * steps() * block_threads());
+  __device__ __forceinline__ RowEpilogue(const Epilogue& epilogue, Team& threads, Vector* memory,
+                                         uint32_t row_steps, float row_share)
+      : e(epilogue),
+        team(threads),
+        stash(memory),
+        steps(row_steps),
+        share(row_share),
+        global_scale(0.0f) {}
+
+  __device__ __forceinline__ void load_scale() {
+    if (!kQuantized) return;
     global_scale = e.scale != nullptr ? *e.scale : e.scale_value;
     if (Encoding(e.encoding) == Encoding::kFp8) global_scale = div_rn(1.0f, global_scale);
   }
 
-  __device__ __forceinline__ uint32_t block_threads() const { return team.threads / team.blocks; }
-  // Vectors of a row for each thread.
-  __device__ __forceinline__ uint32_t steps() const {
-    return (e.row_vectors + team.threads - 1) / team.threads;
-  }
   __device__ __forceinline__ uint32_t place(uint32_t step) const {
     return step * team.threads + team.thread;
   }
   __device__ __forceinline__ Vector& kept(uint32_t step) const {
-    return stash[step * block_threads() + threadIdx.x];
+    return stash[step * blockDim.x + threadIdx.x];
   }
   __device__ __forceinline__ Vector& kept_gamma(uint32_t step) const {
-    return stash[(steps() + step) * block_threads() + threadIdx.x];
+    return stash[(steps + step) * blockDim.x + threadIdx.x];
   }
+  // Largest magnitudes of the row's vectors; where groups go beyond a warp.
+  __device__ __forceinline__ uint32_t* largest() const {
+    return reinterpret_cast<uint32_t*>(stash + 2 * steps * blockDim.x);
+  }
+  // Groups of 32 vectors of a row.
+  __device__ __forceinline__ uint32_t parts() const { return (e.row_vectors + 31) / 32; }
 
   // What does not depend on other ranks, before they are waited for.
   __device__ __forceinline__ void fetch_gamma() const {
     COMM_NO_UNROLL
-    for (uint32_t step = 0; step < steps(); ++step) {
+    for (uint32_t step = 0; step < steps; ++step) {
       if (place(step) < e.row_vectors) fetch(&kept_gamma(step), e.gamma, place(step));
     }
   }
   __device__ __forceinline__ void fetch_residual(uint64_t row) const {
     COMM_NO_UNROLL
-    for (uint32_t step = 0; step < steps(); ++step) {
+    for (uint32_t step = 0; step < steps; ++step) {
       const uint32_t at = place(step);
       if (at < e.row_vectors) fetch(&kept(step), e.residual_in, row * e.row_vectors + at);
     }
   }
   __device__ __forceinline__ void await_fetched() const { comm::await_fetched(); }
 
-  // The first pass, for one vector that exists and whose residual is there: add it, keep what comes
-  // out, and return its squares.
-  __device__ __forceinline__ float add_residual(uint64_t row, uint32_t step,
-                                                const Vector& sum) const {
-    float values[kCount], others[kCount];
-    Format::unpack(sum, values);
-    Format::unpack(kept(step), others);
-    COMM_UNROLL
-    for (uint32_t j = 0; j < kCount; ++j) values[j] = add_rn(values[j], others[j]);
-    const Vector total = Format::pack(values);
-    if (e.residual_out != nullptr)
-      store_plain(e.residual_out, row * e.row_vectors + place(step), total);
-    kept(step) = total;
-    Format::unpack(total, values);
+  // The first pass, for one vector and all lanes of a warp; where it exists its residual is there:
+  // add it, keep what comes out, and give the squares of 32 neighbours to the team.
+  __device__ __forceinline__ void add_residual(uint64_t row, uint32_t step,
+                                               const Vector& sum) const {
+    const uint32_t at = place(step);
     float squares = 0.0f;
-    COMM_UNROLL
-    for (uint32_t j = 0; j < kCount; ++j) squares = add_rn(squares, mul_rn(values[j], values[j]));
-    return squares;
+    if (at < e.row_vectors) {
+      float values[kCount], others[kCount];
+      Format::unpack(sum, values);
+      Format::unpack(kept(step), others);
+      COMM_UNROLL
+      for (uint32_t j = 0; j < kCount; ++j) values[j] = add_rn(values[j], others[j]);
+      const Vector total = Format::pack(values);
+      if (e.residual_out != nullptr) store_plain(e.residual_out, row * e.row_vectors + at, total);
+      kept(step) = total;
+      Format::unpack(total, values);
+      COMM_UNROLL
+      for (uint32_t j = 0; j < kCount / 2; ++j) {
+        values[j] = add_rn(mul_rn(values[2 * j], values[2 * j]),
+                           mul_rn(values[2 * j + 1], values[2 * j + 1]));
+      }
+      squares = kCount == 8 ? add_rn(add_rn(values[0], values[1]), add_rn(values[2], values[3]))
+                            : add_rn(values[0], values[1]);
+    }
+    const uint32_t together = Team::combine_lanes(bits_of(squares), Team::AddBits());
+    if (at / 32 < parts()) team.put(at / 32, together);
   }
 
   // The second pass; all threads of the team.
-  __device__ __forceinline__ void finish(uint64_t row, float squares) {
-    const float mean = div_rn(team.sum(squares), float(e.hidden));
+  __device__ __forceinline__ void finish(uint64_t row) {
+    const float mean = mul_rn(team.take_sum(parts()), share);
     const float inverse = inverse_root(add_rn(mean, e.eps));
-    const Encoding encoding = Encoding(e.encoding);
+    const Encoding encoding = kQuantized ? Encoding(e.encoding) : Encoding::kNone;
     const bool late = encoding == Encoding::kDynamicFp8 ||
                       (encoding == Encoding::kGroupFp8 && !groups_within_warps(e.group_vectors));
     uint32_t row_largest = 0;
     COMM_NO_UNROLL
-    for (uint32_t step = 0; step < steps(); ++step) {
+    for (uint32_t step = 0; step < steps; ++step) {
       const uint32_t at = place(step);
       const bool valid = at < e.row_vectors;
       float values[kCount];
@@ -181,19 +200,20 @@ struct RowEpilogue {
         for (uint32_t j = 0; j < kCount; ++j)
           most = max_u32(most, magnitude_without_nan(values[j]));
         row_largest = max_u32(row_largest, most);
-        if (encoding == Encoding::kGroupFp8 && valid) largest[at] = most;
+        if (encoding == Encoding::kGroupFp8 && valid) largest()[at] = most;
       } else if (encoding != Encoding::kNone) {
         encode(encoding, row, at, valid, values);
       }
     }
-    if (!late) return;
+    if (!kQuantized || !late) return;
     // Also where every group has its own: what the vectors have must be there for others to read.
-    row_largest = team.max(row_largest);
+    team.put(team.thread / 32, Team::combine_lanes(row_largest, Team::MaxBits()));
+    row_largest = team.take_max(team.threads / 32);
     const float row_scale = dynamic_fp8_scale(row_largest);
     if (encoding == Encoding::kDynamicFp8 && team.thread == 0)
       static_cast<float*>(e.scale_out)[row] = row_scale;
     COMM_NO_UNROLL
-    for (uint32_t step = 0; step < steps(); ++step) {
+    for (uint32_t step = 0; step < steps; ++step) {
       const uint32_t at = place(step);
       if (at >= e.row_vectors) continue;
       float values[kCount];
@@ -205,7 +225,7 @@ struct RowEpilogue {
       } else {
         const uint32_t first = at / e.group_vectors * e.group_vectors;
         uint32_t most = 0;
-        for (uint32_t i = 0; i < e.group_vectors; ++i) most = max_u32(most, largest[first + i]);
+        for (uint32_t i = 0; i < e.group_vectors; ++i) most = max_u32(most, largest()[first + i]);
         encode_group(row, at, true, most, values);
       }
     }
@@ -213,6 +233,7 @@ struct RowEpilogue {
 
   // Zeros for the places of scales that belong to no row; any of `parts` teams does its share.
   __device__ __forceinline__ void pad_scales(uint64_t part, uint64_t parts) const {
+    if (!kQuantized) return;
     const Encoding encoding = Encoding(e.encoding);
     if (encoding != Encoding::kNvfp4 && encoding != Encoding::kMxfp8) return;
     const ScaleLayout layout = ScaleLayout(e.layout);
@@ -243,7 +264,7 @@ struct RowEpilogue {
     }
     const Vector norm = Format::pack(values);
     if (e.norm_out != nullptr) store_plain(e.norm_out, row * e.row_vectors + place(step), norm);
-    if (Encoding(e.encoding) == Encoding::kNone) return;
+    if (!kQuantized) return;
     kept(step) = norm;
     Format::unpack(norm, values);
   }
