@@ -166,6 +166,10 @@ def sanitizer_errors(text: str) -> int | None:
     return sum(found) if found else None
 
 
+_SANITIZED = ("nvlink", "pcie", "mnnvl")
+"""Transports with a case of their own, beside that of windows."""
+
+
 def sanitizer(context: Context, section: Section) -> None:
     """Run two ranks under compute-sanitizer."""
     program = shutil.which("compute-sanitizer", path=context.environment.get("PATH"))
@@ -176,7 +180,7 @@ def sanitizer(context: Context, section: Section) -> None:
     context = context.on_one_gpu().changed(PYTORCH_NO_CUDA_MEMORY_CACHING="1")
     case = _module("gpu.sanitizer_case")
     # Alone first: the case itself must pass, and the compiler must not run under the sanitizer.
-    cases = {"windows": case} | {name: [*case, "--backend", name] for name in ("nvlink", "pcie")}
+    cases = {"windows": case} | {name: [*case, "--backend", name] for name in _SANITIZED}
     for name, command in cases.items():
         done = context.run(f"sanitizer case, {name} alone", command, 90)
         if done.code != 0 or done.text.count(": ok") != 2:
@@ -184,7 +188,7 @@ def sanitizer(context: Context, section: Section) -> None:
             return
     tools = ["memcheck", "synccheck"] if context.quick else ["memcheck", "synccheck", "racecheck"]
     runs = {tool: (tool, case) for tool in tools}
-    runs |= {f"{name}, {tool}": (tool, cases[name]) for name in ("nvlink", "pcie") for tool in tools}
+    runs |= {f"{name}, {tool}": (tool, cases[name]) for name in _SANITIZED for tool in tools}
     runs["a planted error"] = ("memcheck", [*case, "--plant"])
 
     port = _PORT.search(context.run("sanitizer, help", [program, "--help"], 20).text)
