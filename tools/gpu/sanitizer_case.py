@@ -149,7 +149,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plant", action="store_true")
     parser.add_argument("--backend", choices=sorted(_BACKENDS), default="windows")
-    parser.add_argument("--ranks", type=int, default=2, choices=(2, 4, 8))
+    parser.add_argument("--ranks", type=int, default=2, choices=(2, 4, 6, 8))
     parser.add_argument("--port", type=int, help="of rank 0's store: be another rank")
     parser.add_argument("--rank", type=int, default=0)
     options = parser.parse_args()

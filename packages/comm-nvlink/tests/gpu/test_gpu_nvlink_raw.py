@@ -62,7 +62,7 @@ def exchange(group: Any, rounds: int) -> int:
         graph.replay() if round_ % 2 else both()
         assert_same_bits(y.cpu(), reference.scatter_heads(every)[rank])
         assert_same_bits(z.cpu(), every[rank])
-    with pytest.raises(ValueError, match="do not fit the staging"):
+    with pytest.raises(ValueError, match="do not fit the .* of out_ptrs"):
         large = torch.empty(1, 1 << 12, 2 * size, 256, device=device)
         out = torch.empty(1, size << 12, 2, 256, device=device)
         comm_nvlink.ulysses_a2a(handle, large, out, 1, 1 << 12, 2 * size, 256, 0)

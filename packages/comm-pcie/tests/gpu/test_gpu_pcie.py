@@ -300,9 +300,9 @@ def host_cost(group: Any, calls: int) -> float:
 
 
 def test_what_an_eager_call_costs_the_host(ranks: RankPool) -> None:
-    """At most 25 µs at eight ranks, of which each has a core where there are enough; the figures are printed."""
+    """At most 25 µs at four ranks and more, where each has a core of its own; the figures are printed."""
     for size in SIZES:
         found = ranks.run(host_cost, 40, ranks=size, timeout_s=60)
         print(f"{size} ranks: eager call, host: {[round(value, 1) for value in found]} us")
-        if (os.cpu_count() or 1) >= 2 * size:
+        if size >= 4 and (os.cpu_count() or 1) >= 2 * size:
             assert statistics.median(found) <= 25.0, found
