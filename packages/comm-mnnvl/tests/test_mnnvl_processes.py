@@ -108,7 +108,7 @@ def killed(group: Any, when: str) -> str:
         started = time.monotonic()
         with pytest.raises(CommError) as caught:
             memory.checkpoint_restore(TorchDistBackend(group))
-        assert time.monotonic() - started < 15
+        assert time.monotonic() - started < 30
         assert memory.state == ("detached" if when == "before" else "failed")
         memory.close()
         driver.forget()
@@ -118,7 +118,7 @@ def killed(group: Any, when: str) -> str:
 @pytest.mark.parametrize("when", ["before", "half-way"])
 def test_a_killed_rank_is_named_and_nobody_hangs(ranks: RankPool, when: str) -> None:
     """H2, H5: with an exchange of descriptors under way or not."""
-    outcomes = ranks.run_outcomes(killed, when, ranks=3, timeout_s=60, env={"COMM_TIMEOUT_S": "2"}, fresh=True)
+    outcomes = ranks.run_outcomes(killed, when, ranks=3, timeout_s=60, env={"COMM_TIMEOUT_S": "5"}, fresh=True)
     for rank in (0, 2):
         text = outcomes[rank].value
         assert text is not None, outcomes
