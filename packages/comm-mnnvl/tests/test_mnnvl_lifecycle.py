@@ -434,7 +434,7 @@ def dies(group: Group, groups: Groups, here: Any) -> str:
 
 def test_a_rank_that_dies_half_way_is_named(kept: FakeDriver) -> None:
     """H2, H5: the others end by their deadline, for good."""
-    text = run_threads(2, dies, Groups(2, 0.5), None, timeout_s=30)[0]
+    text = run_threads(2, dies, Groups(2, 2.0), None, timeout_s=60)[0]
     assert "half-way" in text and "no word from rank 1" in text
 
 
