@@ -1,8 +1,8 @@
-"""The driver's own checkpoint of processes that share memory: after ``checkpoint_prepare`` it takes them, and a captured
-graph replays afterwards.
+"""The driver's own checkpoint of processes that share memory: after ``checkpoint_prepare`` it takes them, and a
+captured graph replays afterwards.
 
-``GPU_CHECK_CHECKPOINT=1`` and no MPS: a client of MPS can't be checkpointed. The processes' GPU state goes to host memory
-and comes back; the processes themselves go on.
+``GPU_CHECK_CHECKPOINT=1`` and no MPS: a client of MPS can't be checkpointed. The processes' GPU state goes to host
+memory and comes back; the processes themselves go on.
 """
 
 from __future__ import annotations
