@@ -350,36 +350,45 @@ __device__ __noinline__ bool copy_list(const Record* record, uint32_t list, char
 // back takes as long as a peer's announcement, and so they take that time together. Of the first
 // entry of the head alone, where it is the common kind.
 struct Ahead {
-  static constexpr uint32_t kMany = 5;
+  static constexpr uint32_t kMany = 3;
   uint4 held[kMany];
-  uint64_t to[kMany];  // counted from the target
-  uint32_t left;       // vectors of this thread in the entry
-  bool any;            // the same in all threads of a block
+  bool any;  // the same in all threads of a block
+
+  // Vectors of this thread in an entry.
+  static __device__ __forceinline__ uint32_t count(const PlanEntry& entry) {
+    const uint32_t total = vectors_of<uint4>(entry);
+    return threadIdx.x < total ? (total - threadIdx.x + kThreads - 1) / kThreads : 0;
+  }
 
   __device__ __forceinline__ void read(const Record* record, const char* const* sources) {
     const PlanEntry& entry = entries_of(record)[record->first[kHead]];
     any = record->first[kHead] != record->first[kHead + 1] && one_level(entry) &&
           alignment_of(entry, nullptr, sources[entry.source]) >= 16;
     if (!any) return;
-    const uint32_t total = vectors_of<uint4>(entry);
-    left = threadIdx.x < total ? (total - threadIdx.x + kThreads - 1) / kThreads : 0;
+    const uint32_t left = count(entry);
     Walk<uint4, 1> walk(entry, nullptr, sources[entry.source], threadIdx.x, kThreads);
 #pragma unroll
     for (uint32_t i = 0; i < kMany; ++i) {
       if (i < left) {
         held[i] = *reinterpret_cast<const uint4*>(walk.from);
-        to[i] = reinterpret_cast<uint64_t>(walk.to);
         walk.advance();
       }
     }
   }
 
   // Store them behind `target`; how many of the entry's vectors are then done in each thread.
-  __device__ __forceinline__ uint32_t store(char* target) const {
+  __device__ __forceinline__ uint32_t store(const Record* record, char* target) const {
     if (!any || reinterpret_cast<uint64_t>(target) % 16 != 0) return 0;
+    const PlanEntry& entry = entries_of(record)[record->first[kHead]];
+    const uint32_t left = count(entry);
+    // Places are walked to once more: to hold them meanwhile there are no registers.
+    Walk<uint4, 1> walk(entry, target, nullptr, threadIdx.x, kThreads);
 #pragma unroll
     for (uint32_t i = 0; i < kMany; ++i) {
-      if (i < left) *reinterpret_cast<uint4*>(target + to[i]) = held[i];
+      if (i < left) {
+        *reinterpret_cast<uint4*>(walk.to) = held[i];
+        walk.advance();
+      }
     }
     return kMany;
   }
@@ -434,7 +443,7 @@ __device__ __forceinline__ bool serve(const ExchangeParams& p, const Call& call,
   running = __syncthreads_and(running);
   running = running && target != nullptr;
   if (early == nullptr) {
-    const uint32_t done = running ? ahead.store(target) : 0;
+    const uint32_t done = running ? ahead.store(record, target) : 0;
     running = running && copy_list(record, kHead, target, p.sources, abort, done);
     running = __syncthreads_and(running);
   }
