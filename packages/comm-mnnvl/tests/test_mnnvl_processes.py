@@ -158,6 +158,44 @@ def test_strangers_at_the_sockets_change_nothing(ranks: RankPool) -> None:
     assert ranks.run(strangers, ranks=3, timeout_s=60) == ["closed"] * 3
 
 
+def behaves(group: Any, how: str) -> str:
+    """Rank 1 is slow to pass its descriptor on, or does not listen any more."""
+    with faked() as driver:
+        memory = SymmDeviceMemory(5000, group.size(), group.rank(), group.rank(), TorchDistBackend(group))
+        memory.checkpoint_prepare()
+        original = fd_exchange.Exchange.run
+
+        def run(self: Any, *arguments: Any, **options: Any) -> Any:
+            if how == "slow":
+                time.sleep(0.7)
+                return original(self, *arguments, **options)
+            self.close()
+            raise CommError("no descriptors today")
+
+        if group.rank() == 1:
+            fd_exchange.Exchange.run = run  # type: ignore[method-assign]
+        try:
+            memory.checkpoint_restore(TorchDistBackend(group))
+            works(memory, group, 3)
+        except CheckpointError as error:
+            return str(error)
+        finally:
+            fd_exchange.Exchange.run = original  # type: ignore[method-assign]
+            memory.close()
+            if memory._teardown.closed is False:
+                driver.forget()
+        return "works"
+
+
+def test_a_slow_rank_is_waited_for_and_one_that_refuses_is_named(ranks: RankPool) -> None:
+    """I5: in the exchange of a restore as in any other."""
+    assert ranks.run(behaves, "slow", ranks=3, timeout_s=60) == ["works"] * 3
+    texts = ranks.run(behaves, "refuses", ranks=3, timeout_s=60, fresh=True)
+    assert len(set(texts)) == 1 and "rank 1: no descriptors today" in texts[0]
+    # The others could not reach it, or it was gone before they had what they wanted.
+    assert "rank 0: rank 1 " in texts[0] and "rank 2: rank 1 " in texts[0]
+
+
 def by_default(group: Any) -> Any:
     """Without a backend the ranks are WORLD's."""
     from comm_core.mapping import Mapping

@@ -20,6 +20,7 @@ from comm_core.errors import (
     CommError,
     JointError,
     TransportError,
+    UlyssesBackendError,
     UnsupportedError,
 )
 from comm_core.group import Group, StoreGroup, thread_groups
@@ -369,6 +370,27 @@ def test_the_same_plans_run_between_hosts(cluster: Any, monkeypatch: pytest.Monk
     made = cluster(2, 2)
     assert min(run_threads(4, between_hosts, made, Groups(4), timeout_s=60)) > 20
     assert made.alive() == {}
+
+
+def cut_off(group: Group, cluster: Any) -> str:
+    cluster.enter(group.rank)
+    with pytest.raises(UlyssesBackendError) as caught:
+        communicator(group)
+    return str(caught.value)
+
+
+def test_a_fabric_that_fails_is_everybodys_reason(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """C3, C4: asked for by name it raises on every rank, before anything is built or allocated; nothing stays."""
+
+    def fabric(self: HostTransport, request: Any, facts: Any) -> Verdict:
+        return Verdict(True, "one fabric", {"handle": "fabric", "blocks_per_peer": 1})
+
+    monkeypatch.setattr(HostTransport, "assess", fabric)
+    made = cluster(2, 1)
+    made.fabric.unreachable.add(("host 1", "host 0"))
+    texts = run_threads(2, cut_off, made)
+    assert texts[0] == texts[1] and "rank 0: the memory of rank 1 can't be mapped" in texts[0]
+    assert "imex" in texts[0] and made.alive() == {}
 
 
 def test_other_transports_say_that_they_can_not(ranks: Any) -> None:
