@@ -274,8 +274,8 @@ class _Final:
         missing = error.__cause__ if isinstance(error.__cause__, GroupTimeoutError) else None
         also = "" if missing is None else f" (and {missing})"
         own.cause = (
-            f"{self._operation} of {own.what} failed half-way: {describe(error)}{also}. What is mapped on which rank is "
-            "unknown, so this can't be used, tried again or restored: close it, and restart the processes"
+            f"{self._operation} of {own.what} failed half-way: {describe(error)}{also}. What is mapped on which rank "
+            "is unknown, so this can't be used, tried again or restored: close it, and restart the processes"
         )
         own.group = DetachedGroup(own.group, own.what)
         if isinstance(error, Exception):
