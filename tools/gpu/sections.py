@@ -22,8 +22,7 @@ __all__ = ["SECTIONS", "Context", "sanitizer_errors"]
 
 _SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard")
 _PORT = re.compile(r"--(?:base-)?port\b")
-_CONNECTIONS = re.compile(r"--max-connections\b")
-_FIRST_PORT, _PORTS = 49200, 200
+_FIRST_PORT, _PORTS = 40000, 200
 _BARRIER_GOAL_US = 15.0
 _CALL_GOAL_US = 3.0
 _BUILD_GOAL_S = 10.0
@@ -190,7 +189,12 @@ def sanitizer_errors(text: str) -> int | None:
     return sum(found) if found else None
 
 
-_SANITIZED: Mapping[str, tuple[int, ...]] = {"windows": (2, 4, 8), "nvlink": (2, 4, 6, 8), "pcie": (2, 4, 8)}
+_SANITIZED: Mapping[str, tuple[int, ...]] = {
+    "windows": (2, 4, 8),
+    "nvlink": (2, 4, 6, 8),
+    "pcie": (2, 4, 8),
+    "mnnvl": (2, 4, 8),
+}
 """Case of `gpu.sanitizer_case` -> how many ranks it is run with."""
 _PLANTED = "a planted error"
 
@@ -225,23 +229,20 @@ def sanitizer(context: Context, section: Section) -> None:
             for tool in ("memcheck", "synccheck") if context.quick else ("memcheck", "synccheck", "racecheck"):
                 command = [*case, "--backend", name, "--ranks", str(ranks)]
                 runs[f"{name}, {ranks} ranks, {tool}"] = _Sanitized(tool, command, ranks)
-    known = context.run("sanitizer, help", [program, "--help"], 20).text
-    port, connections = _PORT.search(known), _CONNECTIONS.search(known)
+    port = _PORT.search(context.run("sanitizer, help", [program, "--help"], 20).text)
 
     def check(number: int, name: str) -> Done:
         options = [program, "--tool", runs[name].tool, "--target-processes", "all", "--error-exitcode", "9"]
         if runs[name].tool == "memcheck":
             # Libraries ask the driver for entry points that it may not have; what it answers is no error of memory.
             options += ["--report-api-errors", "no"]
-        # Programs under it are reached by ports from this one on; two at the same time must not find each other's.
-        options += [port.group(), str(_FIRST_PORT + _PORTS * number)] if port else []
-        # Of itself it takes ten, and crashes where the processes of eight ranks are more.
-        options += [connections.group(), str(_PORTS // 2)] if connections else []
+        # Two at the same time must not find each other's programs.
+        options += [port.group(), f"@{_FIRST_PORT + _PORTS * number}"] if port else []
         here = context.on_one_gpu(number % max(1, context.gpus))
-        return here.run(f"sanitizer, {name}", [*options, *runs[name].command], 280)
+        return here.run(f"sanitizer, {name}", [*runs[name].command, "--under", json.dumps(options)], 280)
 
     # At the same time: most of it is the start of Python and the patching of kernels, on the host.
-    at_once = max(2, (os.cpu_count() or 1) // 3) if port else 1
+    at_once = max(2, (os.cpu_count() or 1) // 4) if port else 1
     with ThreadPoolExecutor(at_once) as pool:
         finished = dict(zip(runs, pool.map(check, range(len(runs)), runs), strict=True))
     rows: list[list[Any]] = []
@@ -249,7 +250,7 @@ def sanitizer(context: Context, section: Section) -> None:
         errors = sanitizer_errors(done.text)
         rows.append([name, errors, round(done.seconds, 1)])
         if name == _PLANTED:
-            # Rank 1 makes it: a sanitizer that does not follow child processes would see nothing.
+            # Rank 1 makes it: not the first process that is started.
             if not errors or "Invalid __global__ write" not in done.text:
                 section.fail("the sanitizer does not report a planted write out of bounds: its silence means nothing")
         elif done.code != 0 or errors != 0 or done.text.count(": ok") != runs[name].ranks:

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +20,20 @@ import pytest
 import torch
 
 import comm_core
-from comm_core import _cuda, jit
+from comm_core import _cuda, _driver, _nvml, jit
 from comm_core.jit.cache import Artifact
 from comm_core.jit.loader import Module
-from comm_core.memory import peer
+from comm_core.memory import detach, fd_exchange, peer
 from comm_core.memory.vmm import VmmMemory
 from comm_core.memory.vmm_fabric import VmmFabricMemory
-from comm_core.testing.fake_driver import FakeDriver, installed
+from comm_core.testing.fake_driver import FakeDriver, FakeFabric, installed
+from comm_core.testing.fake_nvml import FakeFabric as FabricInfo
+from comm_core.testing.fake_nvml import FakeMachine, FakeNvml, FakeTorch
 from comm_core.testing.host_modules import HOST_WINDOWS, compile_for_host
+from comm_core.topology.facts import HostFacts
+from comm_core.topology.probe import host_facts
 from comm_core.windows.launch import WINDOWS
-from comm_mnnvl import shared
+from comm_mnnvl import handles, shared
 
 
 class _OnHost:
@@ -100,3 +107,77 @@ def kept(host: ctypes.CDLL) -> Iterator[FakeDriver]:
 def alive(driver: FakeDriver) -> Callable[[], Any]:
     """Return what there is of each thing."""
     return lambda: {**driver.alive(), "descriptors": len(list(Path("/proc/self/fd").iterdir()))}
+
+
+@dataclass
+class Node:
+    """What one rank sees: its host, its driver, NVML and torch."""
+
+    host: HostFacts
+    driver: FakeDriver
+    nvml: FakeNvml | None
+    torch: FakeTorch
+
+
+class Cluster:
+    """Hosts in one fabric; ranks are threads, and each says which node it is (`enter`) before anything else.
+
+    Rank r is on host ``r // per_host``. What a test changes of a node, it changes before the ranks run.
+    """
+
+    def __init__(self, hosts: int, per_host: int) -> None:
+        self.fabric = FakeFabric()
+        self.nodes: list[Node] = []
+        self._local = threading.local()
+        for host in range(hosts):
+            for _ in range(per_host):
+                machine = FakeMachine.mesh(8)
+                for position in range(8):
+                    uuid = f"GPU-{host:08x}-0000-0000-0000-{position:012x}"
+                    machine.change(position, uuid=uuid, fabric=FabricInfo(cluster_uuid=CLUSTER, clique_id=7))
+                driver = FakeDriver(name=f"host {host}", fabric=self.fabric)
+                facts = replace(host_facts(), hostname=f"host-{host}", boot_id=f"boot {host}")
+                self.nodes.append(Node(facts, driver, FakeNvml(machine), FakeTorch(machine)))
+
+    def enter(self, rank: int) -> None:
+        """Be a rank."""
+        self._local.node = self.nodes[rank]
+
+    @property
+    def here(self) -> Node:
+        """The calling thread's node."""
+        return self._local.node
+
+    def alive(self) -> dict[str, int]:
+        """Return what there is on all nodes, and what was done wrong."""
+        total: Counter[str] = Counter()
+        for node in self.nodes:
+            assert node.driver.violations == []
+            total.update(node.driver.alive())
+        return dict(total)
+
+
+CLUSTER = bytes([0, 0x11, *range(14)])
+"""A cluster's UUID. Its first byte is zero, as one in 256 is."""
+
+
+@pytest.fixture
+def cluster(host: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], Cluster]:
+    """Make a cluster of so many hosts with so many ranks each."""
+
+    def make(hosts: int, per_host: int) -> Cluster:
+        made = Cluster(hosts, per_host)
+        for module in (handles, peer, detach, fd_exchange):
+            monkeypatch.setattr(module, "host_facts", lambda: made.here.host)
+        monkeypatch.setattr(_driver, "source", lambda: made.here.driver)
+        monkeypatch.setattr(_cuda, "source", lambda: made.here.torch)
+
+        def binding() -> Any:
+            if made.here.nvml is None:
+                raise ModuleNotFoundError("No module named 'pynvml'")
+            return made.here.nvml
+
+        monkeypatch.setattr(_nvml, "source", binding)
+        return made
+
+    return make

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import ctypes
+import sys
+import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from comm_core.comm_backend import CommBackend, MPIMissingError, TorchDistBackend
-from comm_core.errors import (
-    ArgumentValueError,
-    JointValueError,
-)
+from comm_core.comm_backend import CommBackend, MPIBackend, MPIMissingError, TorchDistBackend
+from comm_core.errors import ArgumentValueError, JointError, JointValueError
 from comm_core.group import Group
 from comm_core.mapping import Mapping
 from comm_core.testing.fake_driver import GRANULE, FakeDriver
 from comm_core.testing.ranks import run_threads
-from comm_mnnvl import McastGPUBuffer, MnnvlConfig, MnnvlMemory, SymmDeviceMemory, mpi_barrier
+from comm_mnnvl import McastGPUBuffer, MnnvlConfig, MnnvlMemory, SymmDeviceMemory, mpi_barrier, shared
 
 
 def backend(group: Group) -> CommBackend:
@@ -123,8 +123,6 @@ def test_what_can_not_be_is_everybodys_error(driver: FakeDriver, make: Any, word
 
 def test_without_a_backend_it_is_torch_or_else_mpi(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is initialized here, so it is MPI; and where there is no mpi4py, that is said."""
-    import sys
-
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     for make in (
         lambda: SymmDeviceMemory(5, 1, 0, 0),
@@ -134,3 +132,88 @@ def test_without_a_backend_it_is_torch_or_else_mpi(driver: FakeDriver, monkeypat
     ):
         with pytest.raises(MPIMissingError, match="pip install mpi4py, or use TorchDistBackend"):
             make()
+
+
+class FakeComm:
+    """An MPI world of one rank, as mpi4py shows it."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def Get_rank(self) -> int:
+        return 0
+
+    def Get_size(self) -> int:
+        return 1
+
+    def allgather(self, data: Any) -> list[Any]:
+        self.calls.append("allgather")
+        return [data]
+
+    def Barrier(self) -> None:
+        self.calls.append("Barrier")
+
+    def Split(self, color: int, key: int) -> FakeComm:
+        self.calls.append(f"Split {color} {key}")
+        return self
+
+
+def test_where_torch_is_not_initialized_the_ranks_are_those_of_mpi(
+    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As specified: and the barrier is that of MPI's world."""
+    world = FakeComm()
+    mpi = SimpleNamespace(COMM_WORLD=world, COMM_NULL=None, UNDEFINED=-32766)
+    monkeypatch.setitem(sys.modules, "mpi4py", SimpleNamespace(MPI=mpi))
+    mpi_barrier()
+    assert world.calls == ["Barrier"]
+    with SymmDeviceMemory(5000, 1, 0, 0) as memory:
+        memory.checkpoint_prepare()
+        memory.checkpoint_restore(MPIBackend())
+        memory.tensor(0, 0, 8).fill_(3)
+    assert set(world.calls[1:]) == {"allgather"}
+    with MnnvlMemory(Mapping(), 4096, MnnvlConfig(device_idx=0)) as rows:
+        assert rows.as_torch_strided_tensor(torch.int32).shape == (1, 1024)
+    assert "Split 0 0" in world.calls
+
+
+def failing_table(group: Group, here: Any) -> str:
+    """The table of pointers does not fit on rank 1's device."""
+    here.rank = group.rank
+    with pytest.raises(JointError) as caught:
+        symmetric(group)
+    return str(caught.value)
+
+
+def test_a_table_that_one_rank_can_not_have_takes_everything_down(
+    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """E6: no rank is left with memory that the others don't have."""
+    here = threading.local()
+    upload = SymmDeviceMemory._upload
+
+    def refuse(self: SymmDeviceMemory, pointers: tuple[int, ...]) -> torch.Tensor:
+        if here.rank == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return upload(self, pointers)
+
+    monkeypatch.setattr(SymmDeviceMemory, "_upload", refuse)
+    texts = run_threads(2, failing_table, here)
+    assert texts[0] == texts[1] and "rank 1: OutOfMemoryError: CUDA out of memory" in texts[0]
+
+
+@pytest.mark.parametrize("make", ["symmetric", "rows"])
+def test_a_device_that_is_not_there_is_everybodys_error(
+    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch, make: str
+) -> None:
+    """C8: also where it would have been found too late, and where there is no current one."""
+    monkeypatch.setattr(shared, "tensor_device", lambda ordinal: torch.device("cuda", ordinal))
+
+    def one(group: Group) -> Any:
+        if make == "symmetric":
+            return symmetric(group)
+        return MnnvlMemory(Mapping(2, group.rank, tp_size=2), 5, MnnvlConfig(backend(group)))
+
+    texts = run_threads(2, wrong_arguments, one)
+    assert texts[0] == texts[1] and "rank 1: " in texts[0]
+    assert ("this process sees 0 CUDA devices" in texts[0]) == (make == "symmetric")

@@ -159,6 +159,33 @@ class Device:
         with self.current():
             self._call("cuMemSetAccess", address, nbytes, [access], 1)
 
+    def multicast_granularity(self, devices: int, nbytes: int, *, fabric: bool) -> int:
+        """Return what the memory that is bound to a multicast object must be a multiple of, in bytes."""
+        flag = self._api.CUmulticastGranularity_flags.CU_MULTICAST_GRANULARITY_MINIMUM
+        with self.current():
+            properties = self._multicast_properties(devices, nbytes, fabric)
+            return int(self._call("cuMulticastGetGranularity", properties, flag))
+
+    def multicast_create(self, devices: int, nbytes: int, *, fabric: bool) -> int:
+        """Make a multicast object for `nbytes` of each of `devices`; return its handle. A machine has few."""
+        with self.current():
+            return int(self._call("cuMulticastCreate", self._multicast_properties(devices, nbytes, fabric)))
+
+    def multicast_add(self, handle: int) -> None:
+        """Add this device to a multicast object. Nothing may be bound to it before all its devices are there."""
+        with self.current():
+            self._call("cuMulticastAddDevice", handle, self._device)
+
+    def multicast_bind(self, handle: int, memory: int, nbytes: int) -> None:
+        """Let what is stored through a multicast object arrive in this device's physical memory `memory` as well."""
+        with self.current():
+            self._call("cuMulticastBindMem", handle, 0, memory, 0, nbytes, 0)
+
+    def multicast_unbind(self, handle: int, nbytes: int) -> None:
+        """Undo `multicast_bind`."""
+        with self.current():
+            self._call("cuMulticastUnbind", handle, self._device, 0, nbytes)
+
     def is_legacy_ipc_capable(self, pointer: int) -> bool:
         """Return whether the memory that `pointer` lies in can be exported by legacy CUDA IPC."""
         attribute = self._api.CUpointer_attribute.CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
@@ -173,6 +200,13 @@ class Device:
         properties.location.id = self.index
         if self.attribute("GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED"):
             properties.allocFlags.gpuDirectRDMACapable = 1
+        return properties
+
+    def _multicast_properties(self, devices: int, nbytes: int, fabric: bool) -> Any:
+        properties = self._api.CUmulticastObjectProp()
+        properties.numDevices = devices
+        properties.size = nbytes
+        properties.handleTypes = int(self._handle_type(fabric))
         return properties
 
     def _handle_type(self, fabric: bool) -> Any:

@@ -181,15 +181,13 @@ class Teardown:
         For what no other rank has any part in: memory that was detached. Anything else needs `close`.
 
         Raises:
-            CommError: some steps can't be taken down; the others were.
+            CommError: a step can't be taken down; the ones before it in order are left too.
         """
-        failed: list[str] = []
         for step in reversed(self._steps):
             failure = _attempt(step)
             if failure is not None:
-                failed.append(f"{step.name!r}: {describe(failure)}")
-        if failed:
-            raise CommError(f"close {self.what}: can't take down {'; '.join(failed)}")
+                # What earlier steps made may be needed to take this one down.
+                raise CommError(f"close {self.what}: can't take down {step.name!r}: {describe(failure)}") from failure
 
     def abandon(self) -> int:
         """Release, on this rank alone, what no peer can touch; return the bytes that are kept. Never raises."""

@@ -69,10 +69,12 @@ class MnnvlMemory(SharedMemory):
             raise ArgumentTypeError(f"config must be a MnnvlConfig, got {type(settings).__name__}")
         self.mapping = mapping
         self.segment_size = size
-        ordinal = _cuda.current_device() if settings.device_idx is None else settings.device_idx
+        ordinal, problem = _device(settings)
         group = group_of(_split(default_backend(settings.comm_backend), mapping))
 
         def asked() -> JsonObject:
+            if problem is not None:
+                raise problem
             positive("size", size)
             positive("device_idx", ordinal, 0)
             if (group.size, group.rank) != (mapping.tp_size, mapping.tp_rank):
@@ -98,6 +100,17 @@ class MnnvlMemory(SharedMemory):
         return pack_strided_memory(
             self.ptr, self.segment_size, self.rank_stride, self._group_size, dtype, ordinal, owner=self
         )
+
+
+def _device(settings: MnnvlConfig) -> tuple[int, Exception | None]:
+    """Return this rank's device, or what is to be told to all ranks about it."""
+    if settings.device_idx is not None:
+        return settings.device_idx, None
+    try:
+        return _cuda.current_device(), None
+    except Exception as error:
+        # torch raises whatever it likes where there is no CUDA.
+        return -1, error
 
 
 def _stride(size: int, page: int) -> int:

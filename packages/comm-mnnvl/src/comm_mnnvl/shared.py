@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import uuid
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["SharedMemory", "positive", "tensor_device"]
 
 _T = TypeVar("_T")
+_log = logging.getLogger("comm_core")
 
 
 def tensor_device(ordinal: int) -> torch.device:
@@ -66,12 +68,18 @@ class SharedMemory:
     ) -> None:
         self._what = what
         self._group = group
-        self._tensors = tensor_device(ordinal)
         self._ordinal = ordinal
         self._multicast: Multicast | None = None
         self.multicast_reason = "it was not asked for"
         """Why there is no multicast address, or an empty text."""
-        agreed = _agree(group, what, asked)
+
+        def checked() -> JsonObject:
+            wanted = asked()
+            _check_ordinal(ordinal)
+            return wanted
+
+        agreed = _agree(group, what, checked)
+        self._tensors = tensor_device(ordinal)
         nbytes, stride = cast("int", agreed["nbytes"]), cast("int", agreed["stride"])
         device = torch.device("cuda", ordinal)
         with _cuda.device_guard(self._tensors), Transaction(group, f"open {what}") as stages:
@@ -223,7 +231,8 @@ class SharedMemory:
             if self.state == "detached":
                 self._teardown.release_alone()
             elif self.state == "failed":
-                self._teardown.abandon()
+                kept = self._teardown.abandon()
+                _log.warning("this %s: %d bytes are kept until this process ends", self._what, kept)
             elif self.state != "closed":
                 self._teardown.close(timeout)
         self._lifecycle.close()
@@ -270,6 +279,12 @@ class SharedMemory:
 
     def _own_backend_gone(self) -> None:
         """Drop what a subclass keeps of the group."""
+
+
+def _check_ordinal(ordinal: int) -> None:
+    """Raise where there is no such device: on this rank alone it would be raised too late for the others."""
+    if tensor_device(ordinal).type == "cuda" and ordinal >= _cuda.device_count():
+        raise ArgumentValueError(f"device_idx={ordinal}: this process sees {_cuda.device_count()} CUDA devices")
 
 
 def _agree(group: Group, what: str, asked: Callable[[], JsonObject]) -> Mapping[str, Json]:

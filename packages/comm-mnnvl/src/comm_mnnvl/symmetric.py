@@ -90,14 +90,18 @@ class SymmDeviceMemory(SharedMemory):
             }
 
         self._pads = bool(allocate_signal_pads)
-        super().__init__("SymmDeviceMemory", group, device_idx, asked, self._refill)
+        super().__init__("SymmDeviceMemory", group, device_idx, asked, self._begin)
+
+    def _begin(self) -> None:
+        """Note where everything is, on the host and on the device, and clear the pad."""
         self.allocation_size = self._mapped.nbytes
         self.signal_pad_offset = self.get_usable_buffer_size()
         self.uc_ptrs = list(self._mapped.addresses)
         self.signal_pads = [address + self.signal_pad_offset for address in self.uc_ptrs] if self._pads else []
-        # On the device, and kept over a checkpoint: captured graphs hold their addresses.
+        # Kept over a checkpoint: captured graphs hold the addresses of the tables.
         self._uc_table = self._upload(tuple(self.uc_ptrs))
         self._pad_table = self._upload(tuple(self.signal_pads)) if self._pads else None
+        self._refill()
 
     @property
     def mc_ptr(self) -> int:

@@ -21,6 +21,7 @@ from comm_core.errors import (
     CheckpointError,
     ClosedError,
     CommError,
+    GroupTimeoutError,
     JointError,
     JointValueError,
     UnsupportedError,
@@ -269,9 +270,12 @@ class _Final:
             return
         own = self._lifecycle
         own.state = "failed"
+        # Where this rank failed itself and others did not even answer, who they are is not in its own error.
+        missing = error.__cause__ if isinstance(error.__cause__, GroupTimeoutError) else None
+        also = "" if missing is None else f" (and {missing})"
         own.cause = (
-            f"{self._operation} of {own.what} failed half-way: {describe(error)}. What is mapped on which rank is "
-            "unknown, so this can't be used, tried again or restored: close it, and restart the processes"
+            f"{self._operation} of {own.what} failed half-way: {describe(error)}{also}. What is mapped on which rank "
+            "is unknown, so this can't be used, tried again or restored: close it, and restart the processes"
         )
         own.group = DetachedGroup(own.group, own.what)
         if isinstance(error, Exception):

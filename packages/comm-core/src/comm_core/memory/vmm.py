@@ -92,6 +92,12 @@ class VmmMemory(PeerMemory):
         self._exported = -1
         self._received: dict[int, int] = {}
 
+    @property
+    def handle(self) -> int:
+        """Handle of this rank's physical memory; another one after each `attach`."""
+        assert self._segment is not None and self._segment.handle is not None
+        return self._segment.handle
+
     @classmethod
     def probe(cls, device: torch.device, *, trial: bool) -> int:
         """See `PeerMemory.probe`."""
@@ -133,7 +139,7 @@ class VmmMemory(PeerMemory):
 
     def export(self, hosts: Sequence[HostFacts]) -> JsonObject:
         """See `PeerMemory.export`."""
-        self._exported = self._device.export_descriptor(self._own_handle())
+        self._exported = self._device.export_descriptor(self.handle)
         try:
             self._exchange = Exchange(self.rank, hosts)
         except BaseException:
@@ -229,10 +235,6 @@ class VmmMemory(PeerMemory):
         handle = self._device.import_descriptor(self._received[peer])
         os.close(self._received.pop(peer))
         return handle
-
-    def _own_handle(self) -> int:
-        assert self._segment is not None and self._segment.handle is not None
-        return self._segment.handle
 
     def _stretch(self, rank: int, nbytes: int) -> _Segment:
         """Return the place for a rank's memory: in the common range, or one that is still to be reserved."""

@@ -51,7 +51,7 @@ class VmmFabricMemory(VmmMemory):
 
     def export(self, hosts: Sequence[HostFacts]) -> JsonObject:
         """See `PeerMemory.export`."""
-        return {"fabric_handle": self._device.export_fabric(self._own_handle()).hex()}
+        return {"fabric_handle": self._device.export_fabric(self.handle).hex()}
 
     def exchange(self, exports: Sequence[JsonObject], timeout_s: float) -> None:
         """See `PeerMemory.exchange`; handles travel as JSON."""

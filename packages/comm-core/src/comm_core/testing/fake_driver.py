@@ -7,7 +7,7 @@ It is strict where the driver is silent or undefined. A call without a current c
 number of granules, an unmap of a part, a reservation given back with something mapped in it, a handle released twice:
 each is an error, and those that the real driver need not report are noted as violations as well. Memory that was
 mapped and not made accessible can't be touched. What a `FakeFabric` and multicast objects stand for is shared by
-ranks that are threads, each with a driver of its own (`on_threads`).
+ranks that are threads, each with a driver of its own.
 
 In each rank of a test::
 
@@ -24,7 +24,7 @@ import mmap
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -33,13 +33,12 @@ from types import SimpleNamespace
 from typing import Any
 
 from comm_core import _driver
+from comm_core.testing.fake_fabric import MEMORY_NAME, FakeFabric, MulticastCalls, memory_file
 
 __all__ = ["GRANULE", "FakeDriver", "FakeFabric", "installed"]
 
 GRANULE = 2 << 20
 """What sizes and addresses must be a multiple of; that of current GPUs."""
-
-_NAME = "comm-fake-vmm"
 
 
 class _Result(IntEnum):
@@ -96,11 +95,6 @@ class _Granularity(IntEnum):
     CU_MEM_ALLOC_GRANULARITY_RECOMMENDED = 1
 
 
-class _MulticastGranularity(IntEnum):
-    CU_MULTICAST_GRANULARITY_MINIMUM = 0
-    CU_MULTICAST_GRANULARITY_RECOMMENDED = 1
-
-
 def _location() -> SimpleNamespace:
     return SimpleNamespace(type=0, id=-1)
 
@@ -108,51 +102,6 @@ def _location() -> SimpleNamespace:
 def _properties() -> SimpleNamespace:
     flags = SimpleNamespace(gpuDirectRDMACapable=0)
     return SimpleNamespace(type=0, requestedHandleTypes=0, location=_location(), allocFlags=flags)
-
-
-def _multicast_properties() -> SimpleNamespace:
-    return SimpleNamespace(numDevices=0, size=0, handleTypes=0, flags=0)
-
-
-@dataclass
-class _Multicast:
-    """A multicast object: what was added to it, and what is bound."""
-
-    devices: int
-    nbytes: int
-    added: list[str] = field(default_factory=list[str])
-    bound: list[str] = field(default_factory=list[str])
-
-
-_multicasts: dict[int, _Multicast] = {}
-"""By the inode of the memory that stands for an object; shared by all fakes of a process, as ranks are threads."""
-
-
-class FakeFabric:
-    """An NVLink fabric, which the fakes of several "hosts" share; their ranks are threads of one process.
-
-    Attributes:
-        unreachable: pairs (exporter, importer) of driver names between which imports are refused.
-    """
-
-    def __init__(self) -> None:
-        self.unreachable: set[tuple[str, str]] = set()
-        self._exported: dict[bytes, tuple[FakeDriver, int]] = {}
-
-    def export(self, driver: FakeDriver, handle: int) -> bytes:
-        """Return the 64 bytes for a handle."""
-        # Begins with a zero byte: who takes it for text sees nothing.
-        data = b"\0" + os.urandom(63)
-        self._exported[data] = (driver, handle)
-        return data
-
-    def open(self, driver: FakeDriver, data: bytes) -> int | None:
-        """Return a new descriptor of what was exported, or None where `driver` may not have it."""
-        found = self._exported.get(data)
-        if found is None or (found[0].name, driver.name) in self.unreachable:
-            return None
-        descriptor = found[0].descriptor(found[1])
-        return None if descriptor is None else os.dup(descriptor)
 
 
 @dataclass
@@ -187,13 +136,7 @@ def _place(address: int, nbytes: int, flags: int, descriptor: int = -1) -> int:
     return int(placed)
 
 
-def _memory(nbytes: int) -> int:
-    descriptor = os.memfd_create(_NAME)
-    os.ftruncate(descriptor, nbytes)
-    return descriptor
-
-
-class FakeDriver:
+class FakeDriver(MulticastCalls):
     """What ``cuda.bindings.driver`` is to `comm_core._driver`: the same names, the same results.
 
     Args:
@@ -218,9 +161,7 @@ class FakeDriver:
     CUmemLocationType = _LocationType
     CUmemAccess_flags = _AccessFlags
     CUmemAllocationGranularity_flags = _Granularity
-    CUmulticastGranularity_flags = _MulticastGranularity
     CUmemAllocationProp = staticmethod(_properties)
-    CUmulticastObjectProp = staticmethod(_multicast_properties)
 
     def __init__(
         self, *, devices: int = 8, log: Path | None = None, name: str = "", fabric: FakeFabric | None = None
@@ -361,7 +302,7 @@ class FakeDriver:
             return _Result.CUDA_ERROR_NOT_PERMITTED, None
         with self._lock:
             self.rdma_capable.append(bool(properties.allocFlags.gpuDirectRDMACapable))
-            return _OK, self._add_handle(_memory(nbytes), kind)
+            return _OK, self._add_handle(memory_file(nbytes), kind)
 
     def cuMemRelease(self, handle: int) -> tuple[Any, ...]:
         """See CUDA."""
@@ -396,7 +337,7 @@ class FakeDriver:
             with self._lock:
                 return _OK, self._add_handle(opened, kind)
         try:
-            is_memory = _NAME in str(Path(f"/proc/self/fd/{what!r}").readlink())
+            is_memory = MEMORY_NAME in str(Path(f"/proc/self/fd/{what!r}").readlink())
         except OSError:
             is_memory = False
         if not is_memory or kind != _HandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR:
@@ -477,60 +418,6 @@ class FakeDriver:
                 _libc.mprotect(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE)
         return (_OK,)
 
-    def cuMulticastGetGranularity(self, properties: Any, flag: int) -> tuple[Any, ...]:
-        """See CUDA."""
-        code = self._enter("cuMulticastGetGranularity")
-        return (code, None) if code else (_OK, GRANULE)
-
-    def cuMulticastCreate(self, properties: Any) -> tuple[Any, ...]:
-        """See CUDA."""
-        if code := self._enter("cuMulticastCreate"):
-            return code, None
-        if properties.numDevices < 1 or properties.size < 1 or properties.size % GRANULE:
-            return _INVALID, None
-        with self._lock:
-            descriptor = _memory(properties.size)
-            _multicasts[os.fstat(descriptor).st_ino] = _Multicast(properties.numDevices, properties.size)
-            return _OK, self._add_handle(descriptor, properties.handleTypes)
-
-    def cuMulticastAddDevice(self, handle: int, device: int) -> tuple[Any, ...]:
-        """See CUDA: a device can't be added twice."""
-        if code := self._enter("cuMulticastAddDevice"):
-            return (code,)
-        found, who = self._multicast(handle), f"{self.name}/{device}"
-        if found is None or who in found.added or len(found.added) >= found.devices:
-            return (_INVALID,)
-        found.added.append(who)
-        return (_OK,)
-
-    def cuMulticastBindMem(
-        self, handle: int, offset: int, memory: int, memory_offset: int, nbytes: int, flags: int
-    ) -> tuple[Any, ...]:
-        """See CUDA: all devices must have been added."""
-        if code := self._enter("cuMulticastBindMem"):
-            return (code,)
-        found = self._multicast(handle)
-        if found is None or memory not in self._handles or offset + nbytes > found.nbytes:
-            return (_INVALID,)
-        if len(found.added) != found.devices:
-            return (_Result.CUDA_ERROR_ILLEGAL_STATE,)
-        found.bound.append(f"{self.name}/{self.current[-1]}")
-        return (_OK,)
-
-    def cuMulticastUnbind(self, handle: int, device: int, offset: int, nbytes: int) -> tuple[Any, ...]:
-        """See CUDA."""
-        if code := self._enter("cuMulticastUnbind"):
-            return (code,)
-        found, who = self._multicast(handle), f"{self.name}/{device}"
-        if found is None or who not in found.bound:
-            return (self._violation(f"{who} was unbound that is not bound"),)
-        found.bound.remove(who)
-        return (_OK,)
-
-    def _multicast(self, handle: int) -> _Multicast | None:
-        descriptor = self._handles.get(handle)
-        return None if descriptor is None else _multicasts.get(os.fstat(descriptor).st_ino)
-
     def cuPointerGetAttribute(self, attribute: int, pointer: int) -> tuple[Any, ...]:
         """See CUDA; memory that is not mapped here counts as ``cudaMalloc``'s."""
         if code := self._enter("cuPointerGetAttribute"):
@@ -567,10 +454,6 @@ class FakeDriver:
                 return item
         return None
 
-    def _violation(self, what: str) -> int:
-        self.violations.append(what)
-        return _INVALID
-
 
 @contextmanager
 def installed(fake: FakeDriver | None = None) -> Generator[FakeDriver, None, None]:
@@ -580,27 +463,5 @@ def installed(fake: FakeDriver | None = None) -> Generator[FakeDriver, None, Non
     _driver.source = lambda: fake
     try:
         yield fake
-    finally:
-        _driver.source = before
-
-
-@contextmanager
-def on_threads() -> Generator[Callable[[FakeDriver], None], None, None]:
-    """Let every thread have a driver of its own inside the block: yields what sets the calling thread's."""
-    local = threading.local()
-
-    def choose(fake: FakeDriver) -> None:
-        local.fake = fake
-
-    def mine() -> FakeDriver:
-        fake = getattr(local, "fake", None)
-        if fake is None:
-            raise ImportError("this thread has chosen no driver")
-        return fake
-
-    before = _driver.source
-    _driver.source = mine
-    try:
-        yield choose
     finally:
         _driver.source = before

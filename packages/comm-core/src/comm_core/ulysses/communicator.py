@@ -677,8 +677,8 @@ class UlyssesCommunicator:
 
     def _regroup(self, group: Group) -> None:
         self._group = group
-        # What codecs were handed has the group in it.
-        self.__dict__.pop("_host", None)
+        # The object stays: workspaces of codecs know their communicator by it.
+        self._host.group = group
 
     # End of life
 
