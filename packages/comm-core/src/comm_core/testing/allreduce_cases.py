@@ -13,7 +13,13 @@ from typing import Any, cast
 import torch
 
 from comm_core.allreduce import reference
-from comm_core.allreduce.patterns import PATTERNS, AllReduceFusionPattern, Quantization, QuantizationSFLayout
+from comm_core.allreduce.patterns import (
+    PATTERNS,
+    AllReduceFusionPattern,
+    PatternSpec,
+    Quantization,
+    QuantizationSFLayout,
+)
 from comm_core.allreduce.quant import NVFP4_BLOCK
 from comm_core.allreduce.scales import (
     packed_scale_shape,
@@ -22,7 +28,7 @@ from comm_core.allreduce.scales import (
     scale_size,
 )
 
-__all__ = ["Case", "Operands", "assert_right", "make_operands", "make_outputs", "raw"]
+__all__ = ["Case", "Operands", "arguments", "assert_right", "make_operands", "make_outputs", "raw"]
 
 _MANTISSA = {torch.float16: 10, torch.bfloat16: 7, torch.float32: 23}
 _ROOT_ULPS = 64.0
@@ -47,7 +53,7 @@ class Case:
         scale_on_device: whether the scale factor is a tensor.
     """
 
-    pattern: AllReduceFusionPattern
+    pattern: AllReduceFusionPattern | int
     tokens: int
     hidden: int
     dtype: torch.dtype = torch.bfloat16
@@ -60,9 +66,14 @@ class Case:
     scale_on_device: bool = True
 
     @property
+    def spec(self) -> PatternSpec:
+        """The pattern's row in the table of patterns."""
+        return PATTERNS[AllReduceFusionPattern(self.pattern)]
+
+    @property
     def quantization(self) -> Quantization:
         """What the pattern encodes to."""
-        return PATTERNS[self.pattern].quantization
+        return self.spec.quantization
 
     @property
     def scale_factor(self) -> float:
@@ -110,7 +121,7 @@ def make_operands(case: Case, ranks: int, seed: int) -> Operands:
 
 def make_outputs(case: Case, device: torch.device) -> dict[str, torch.Tensor]:
     """Return every output that the pattern can write, filled with what no call leaves in them."""
-    spec, shape = PATTERNS[case.pattern], (case.tokens, case.hidden)
+    spec, shape = case.spec, (case.tokens, case.hidden)
     made: dict[str, torch.Tensor] = {}
     for name in (*spec.returns, *spec.may_return):
         if name == "scale_out":
@@ -139,7 +150,7 @@ def _scale_out(case: Case, device: torch.device) -> torch.Tensor:
 def arguments(case: Case, operands: Operands, device: torch.device) -> dict[str, Any]:
     """Return the arguments of a call besides the operand, the workspace, the pattern and the outputs."""
     given: dict[str, Any] = {"use_oneshot": case.use_oneshot}
-    if PATTERNS[case.pattern].has_norm:
+    if case.spec.has_norm:
         given |= {
             "residual_in": operands.residual.to(device),
             "rms_gamma": operands.gamma.to(device),
@@ -172,7 +183,7 @@ def assert_right(case: Case, operands: Operands, made: dict[str, torch.Tensor]) 
     total = reduced.to(case.dtype)
     if "output" in got:
         _same_values(got["output"], total, "output")
-    if not PATTERNS[case.pattern].has_norm:
+    if not case.spec.has_norm:
         return
     residual = (total.to(torch.float32) + operands.residual.to(torch.float32)).to(case.dtype)
     if "residual_out" in got:
