@@ -99,12 +99,9 @@ _BACKENDS: dict[str, tuple[tuple[str, dict[str, Any], str], ...]] = {
     # Outputs are registered, and there are no head chunks.
     "pcie": (("pcie", {}, ""),),
     "mnnvl": (("mnnvl", {}, ""),),
+    "allreduce": (),
 }
 """Name of a case -> backend, arguments, and bytes from which on NVLink uses the copy engines."""
-
-
-_ALLREDUCE = {"nvlink": "trtllm", "mnnvl": "mnnvl"}
-"""Name of a case -> all-reduce backend of the same package."""
 
 
 def all_reduces(backend: str, device: torch.device) -> None:
@@ -138,7 +135,7 @@ def register(name: str) -> None:
 def run_rank(rank: int, ranks: int, store: Any, case: str) -> None:
     """Run everything once, by each of the case's routes."""
     if case != "windows":
-        register(case)
+        register("nvlink" if case == "allreduce" else case)
     # Transports may say that they are experimental.
     warnings.simplefilter("ignore", UserWarning)
     device = device_of(rank)
@@ -160,8 +157,8 @@ def run_rank(rank: int, ranks: int, store: Any, case: str) -> None:
                 comm.checkpoint_restore(None)
                 whole_heads(comm, direct=True)
                 small_gather(comm)
-    if case in _ALLREDUCE:
-        all_reduces(_ALLREDUCE[case], device)
+    if case == "allreduce":
+        all_reduces("trtllm", device)
     dist.destroy_process_group()
     print(f"rank {rank}: ok", flush=True)
 

@@ -194,6 +194,7 @@ _SANITIZED: Mapping[str, tuple[int, ...]] = {
     "nvlink": (2, 4, 6, 8),
     "pcie": (2, 4, 8),
     "mnnvl": (2, 4, 8),
+    "allreduce": (2, 4, 8),
 }
 """Case of `gpu.sanitizer_case` -> how many ranks it is run with."""
 _PLANTED = "a planted error"

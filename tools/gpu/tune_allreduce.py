@@ -127,7 +127,7 @@ def rank_main(rank: int, ranks: int, port: int, options: argparse.Namespace) -> 
                     ways = [launches.plain_launch(shape, session.settings), *plain_launches(shape, sms)]
                     epilogue = NO_EPILOGUE
                 else:
-                    chosen = launches.fused_launch(tokens, row_vectors, session.settings)
+                    chosen = launches.fused_launch(tokens, row_vectors, session.settings, two_shots=not one)
                     ways = [chosen, *fused_launches(tokens, row_vectors, sms)]
                     epilogue = Epilogue(
                         residual_in=residual.data_ptr(), residual_out=out.data_ptr(), gamma=gamma.data_ptr(),

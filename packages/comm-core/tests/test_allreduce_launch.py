@@ -85,7 +85,9 @@ def test_plain_launches_fit_the_device(ranks: int, nbytes: int, blocks: int, one
     group=st.sampled_from([0, 1, 8, 16, 24, 64]),
 )
 def test_fused_launches_fit_the_device(rows: int, row_vectors: int, blocks: int, clusters: bool, group: int) -> None:
-    made = launch.fused_launch(rows, row_vectors, Settings(blocks, clusters), group)
+    settings = Settings(blocks, clusters)
+    assert launch.fused_launch(rows, row_vectors, settings, group, two_shots=True).team == 1
+    made = launch.fused_launch(rows, row_vectors, settings, group)
     assert 1 <= made.blocks <= blocks
     assert made.blocks % made.team == 0
     assert made.team == 1 or (clusters and launch.groups_within_warps(group))
@@ -104,8 +106,14 @@ def test_launches_of_the_sizes_that_count() -> None:
         for tokens in (1, 32, 128, 2048)
     }
     assert plain == {1: (8, 128, 1), 32: (128, 256, 1), 128: (264, 384, 2), 2048: (264, 384, 2)}
-    fused = {tokens: launch.fused_launch(tokens, 1024, GPU)[:4] for tokens in (1, 32, 128, 2048)}
-    assert fused == {1: (8, 128, 1, 8), 32: (128, 256, 1, 4), 128: (128, 352, 1, 1), 2048: (264, 352, 1, 1)}
+    fused = {tokens: launch.fused_launch(tokens, 1024, GPU)[:4] for tokens in (1, 32, 128, 512, 2048)}
+    assert fused == {
+        1: (8, 128, 1, 8),
+        32: (256, 128, 1, 8),
+        128: (256, 256, 1, 2),
+        512: (264, 256, 1, 4),
+        2048: (264, 256, 1, 2),
+    }
 
 
 def test_rows_that_a_block_has_room_for() -> None:

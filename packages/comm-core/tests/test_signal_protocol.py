@@ -210,10 +210,14 @@ def test_a_rank_that_misses_a_barrier_is_named_and_does_not_arrive_later(
     build("stalls").passes("barrier", f"ranks={ranks}", f"victim={victim}")
 
 
-@pytest.mark.parametrize(("ranks", "victim"), [(2, 0), (3, 1), (4, 3)])
-def test_a_rank_that_stops_in_an_all_reduce_is_named(build: Build, ranks: int, victim: int) -> None:
-    """Data as flag ends like any other wait, in one shot and in two, and what did not arrive is NaN."""
-    build("stalls").passes("allreduce", f"ranks={ranks}", f"victim={victim}")
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_a_rank_that_stops_in_an_all_reduce_is_named(build: Build, ranks: int) -> None:
+    """Each in turn, in one shot and in two: data as flag ends like any other wait, and what did not arrive is NaN.
+
+    Never a rank that only waits itself, nor the one that waits.
+    """
+    for victim in range(ranks):
+        build("stalls").passes("allreduce", f"ranks={ranks}", f"victim={victim}")
 
 
 def test_single_moments(build: Build) -> None:

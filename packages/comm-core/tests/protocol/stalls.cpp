@@ -299,17 +299,19 @@ void barriers(uint32_t ranks, uint32_t victim, bool all) {
 // The all-reduce: a rank that has stored nothing (point 0), or whose block has and then stops
 // before it adds up its own part (point 1) or takes the others' sums (point 2). Where a point keeps
 // nobody waiting, all get through that call, and wait for the rank in the next one.
-void reductions(uint32_t ranks, uint32_t victim, uint32_t point, bool two_shots, bool all) {
-  World world(ranks, 1, kStart);
+void reductions(uint32_t ranks, uint32_t blocks, uint32_t victim, uint32_t point, bool two_shots,
+                bool all) {
+  World world(ranks, blocks, kStart);
   Reduction reduction(world);
   std::atomic<bool> resume{false};
-  auto threads = start(world, [&](uint32_t rank, uint32_t) {
+  auto threads = start(world, [&](uint32_t rank, uint32_t block) {
     for (uint32_t round = 0; round < 5; ++round) {
-      float input[16], output[16];
+      static float outputs[kMaxRanks][16];
+      float input[16], *output = outputs[rank];
       for (uint32_t i = 0; i < 16; ++i) input[i] = float(rank + i + round);
       const ReduceParams p = reduction.params(rank, input, output, sizeof(input), two_shots,
                                               timeout_of(rank, victim, ranks, all));
-      Wait wait = reduction.call<Float32>(p, 0, 1, [&](uint32_t here) {
+      Wait wait = reduction.call<Float32>(p, block, blocks, [&](uint32_t here) {
         step();
         if (rank != victim || round != 2 || here != point || resume) return true;
         self->parked = 1;
@@ -318,14 +320,19 @@ void reductions(uint32_t ranks, uint32_t victim, uint32_t point, bool two_shots,
       });
       if (wait == Wait::kReached) {
         for (uint32_t i = 0; i < 16; ++i) {
+          if (i / 4 % blocks != block) continue;
           float sum = 0;
           for (uint32_t peer = 0; peer < ranks; ++peer) sum += float(peer + i + round);
           if (output[i] != sum) fail(kCorrupt, "corrupt: rank %u in round %u", rank, round);
         }
+        world.boundary(rank);
         continue;
       }
       expect(round >= 2, "rank %u did not get through round %u", rank, round);
-      expect(output[15] != output[15] || output[0] != output[0], "rank %u has no NaN", rank);
+      // Each block's first vector or its last one.
+      const uint32_t first = 4 * block, last = 4 * (4 - blocks + block);
+      expect(output[first] != output[first] || output[last] != output[last], "rank %u has no NaN",
+             rank);
       return;
     }
     fail(kUnexpected, "rank %u got through everything", rank);
@@ -450,7 +457,11 @@ int main(int argc, char** argv) {
   } else if (strcmp(mode, "allreduce") == 0) {
     for (uint32_t point = 0; point < 3; ++point) {
       for (bool two_shots : {false, true}) {
-        for (bool all : {true, false}) reductions(ranks, victim, point, two_shots, all);
+        for (bool all : {true, false}) {
+          reductions(ranks, 1, victim, point, two_shots, all);
+          // Where one block of a rank waits for another one's sums.
+          if (point == 0) reductions(ranks, 2, victim, point, two_shots, all);
+        }
       }
     }
   } else if (strcmp(mode, "moments") == 0) {

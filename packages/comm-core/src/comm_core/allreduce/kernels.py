@@ -222,7 +222,9 @@ class WindowAllReduceWorkspace(AllReduceFusionWorkspace):
         epilogue, output = NO_EPILOGUE, _address(call.output)
         if PATTERNS[call.pattern].has_norm:
             epilogue = epilogue_of(call, _quantization(call))
-            launch = launches.fused_launch(call.tokens, epilogue.row_vectors, settings, epilogue.group_vectors)
+            launch = launches.fused_launch(
+                call.tokens, epilogue.row_vectors, settings, epilogue.group_vectors, two_shots=shape.two_shots
+            )
         else:
             launch = launches.plain_launch(shape, settings)
         self._session.reduce(

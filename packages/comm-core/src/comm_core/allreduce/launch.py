@@ -42,7 +42,7 @@ HALVES = 2
 """Calls fill the halves of a buffer in turn."""
 _THREADS = (128, 256, 384)
 """Of a block without an epilogue. Twin of the last: include/comm_core/allreduce.cuh, kReduceThreads."""
-FUSED_THREADS = 384
+FUSED_THREADS = 256
 """Of a block with an epilogue, at most. Twin: kFusedThreads."""
 PER_SM = 2
 """Blocks that fit a multiprocessor. Twin: kReduceBlocks."""
@@ -52,6 +52,10 @@ MAX_SHARED_BYTES = 96 << 10
 """Shared memory of a block, which every architecture has."""
 _SHARED_OF_TWO = 40 << 10
 """The same where two blocks are to fit a multiprocessor."""
+_LARGE_BYTES = 16 << 20
+"""Of an operand whose rows are shared by fewer blocks."""
+_PATIENCE_NS = 100
+"""Between two looks, where threads wait for long: looks take bandwidth from what they wait for."""
 _TRADE_BYTES = 960 << 10
 """What a link moves while the second shot's latency passes."""
 
@@ -81,7 +85,7 @@ class Settings:
     blocks: int
     clusters: bool = False
     trade_bytes: int = _TRADE_BYTES
-    patience_ns: int = 0
+    patience_ns: int = _PATIENCE_NS
 
     @property
     def sms(self) -> int:
@@ -206,7 +210,8 @@ def plain_launch(shape: Shape, settings: Settings) -> Launch:
             return Launch(-(-vectors // threads), threads)
     if blocks <= settings.blocks:
         return Launch(blocks, most)
-    return Launch(settings.blocks, most, 2, patience_ns=settings.patience_ns)
+    long = vectors > 2 * settings.blocks * most
+    return Launch(settings.blocks, most, 2, patience_ns=settings.patience_ns if long else 0)
 
 
 def groups_within_warps(group_vectors: int) -> bool:
@@ -236,7 +241,9 @@ def fits_a_block(row_vectors: int, group_vectors: int = 0) -> bool:
     return shared_bytes(row_vectors, 1, row_threads(row_vectors, 1), group_vectors) <= MAX_SHARED_BYTES
 
 
-def fused_launch(rows: int, row_vectors: int, settings: Settings, group_vectors: int = 0) -> Launch:
+def fused_launch(
+    rows: int, row_vectors: int, settings: Settings, group_vectors: int = 0, *, two_shots: bool = False
+) -> Launch:
     """Return the launch of a sum with an epilogue: a row for a team of blocks.
 
     Args:
@@ -244,13 +251,19 @@ def fused_launch(rows: int, row_vectors: int, settings: Settings, group_vectors:
         row_vectors: vectors of a token.
         settings: of the group.
         group_vectors: vectors that share a scale, else 0.
+        two_shots: which algorithm. In two shots all blocks wait for each other's sums, so all must be on the device
+            at once; how many clusters are depends on how its multiprocessors are grouped, so there are none. In one
+            shot a row is waited for by the blocks of that row alone, and blocks start in the order of the rows.
     """
     team = 1
-    if settings.clusters and groups_within_warps(group_vectors):
+    if settings.clusters and not two_shots and groups_within_warps(group_vectors):
         # More blocks than groups of 32 vectors would have nothing to do.
-        fits = [size for size in _TEAMS if rows * size <= settings.sms and row_vectors >= 32 * size]
-        team = max(fits, default=1)
+        fits = [size for size in _TEAMS if rows * size <= settings.blocks and row_vectors >= 32 * size]
+        # Many rows: teams for what each block has in flight, the fewer the more there is.
+        many = 4 if rows * row_vectors * VECTOR_BYTES <= _LARGE_BYTES else 2
+        team = max(fits, default=many if many <= settings.blocks and row_vectors >= 32 * many else 1)
     threads = row_threads(row_vectors, team)
     nbytes = shared_bytes(row_vectors, team, threads, group_vectors)
     most = settings.blocks if nbytes <= _SHARED_OF_TWO else settings.sms
-    return Launch(min(most, rows * team), threads, 1, team, settings.patience_ns, nbytes)
+    blocks = min(max(most // team, 1), rows) * team
+    return Launch(blocks, threads, 1, team, 0, nbytes)

@@ -47,7 +47,6 @@ class SignalSession:
         self._group = stages.group
         self._device = device
         self._ordinal: int = device.index
-        self._timeout_s = timeout_s
         self._teardown = stages.teardown
         self._stall: Stall | None = None
         self._closed = False
@@ -68,6 +67,11 @@ class SignalSession:
             poison=poison,
         )
         self._pack()
+
+    @property
+    def _timeout_s(self) -> float:
+        """Deadline of every wait on the device, as the kernels are given it."""
+        return self._struct.timeout_ns / 1e9
 
     # Set-up
 

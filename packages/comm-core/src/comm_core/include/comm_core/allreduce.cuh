@@ -45,7 +45,7 @@ namespace comm {
 // Threads of a block without an epilogue and of one with, at most, and how many blocks fit a
 // multiprocessor. Twins: comm_core/allreduce/launch.py.
 constexpr uint32_t kReduceThreads = 384;
-constexpr uint32_t kFusedThreads = 384;
+constexpr uint32_t kFusedThreads = 256;
 constexpr uint32_t kReduceBlocks = 2;
 
 struct ReduceParams {
@@ -68,6 +68,9 @@ struct ReduceParams {
   uint32_t patience;  // nanoseconds between two looks at what has not come
   Epilogue epilogue;
 };
+
+// The part of a timeout that waits for sums have on top of it.
+constexpr uint64_t kSumsShare = 4;
 
 // One thread's view of a call.
 struct Member {
@@ -209,8 +212,11 @@ COMM_HD void load_operands(const ReduceParams& p, uint64_t index, uint64_t step,
 
 // Wait until `complete()` says that everything is there, or give up. It notes in `m.missing` whom
 // it lacks. The deadline is one moment for all waits of a call, counted from its first one.
+//
+// A wait for a sum has longer: what it waits for is kept waiting by a rank that has not come, and
+// the wait for that rank's operand is to say so first.
 template <class Complete>
-COMM_HD void await(Member& m, Complete complete) {
+COMM_HD void await(Member& m, bool for_sums, Complete complete) {
   if (!m.good()) return;
 #if defined(__CUDA_ARCH__)
   const uint32_t patience = m.p.patience;
@@ -224,7 +230,7 @@ COMM_HD void await(Member& m, Complete complete) {
 #endif
         return false;
       },
-      &own->abort.value, m.call.deadline_ns);
+      &own->abort.value, m.call.deadline_ns + (for_sums ? m.p.session.timeout_ns / kSumsShare : 0));
 }
 
 // Add up `kVectors` vectors of all ranks, of which the first `count` exist: vector i is `step`
@@ -254,7 +260,7 @@ COMM_HD void sum_slots(Member& m, uint64_t slot_index, uint64_t index, uint64_t 
       }
     }
     uint32_t absent = 0;
-    await(m, [&] {
+    await(m, false, [&] {
       COMM_UNROLL
       for (uint32_t k = 0; k < kSources; ++k) {
         COMM_UNROLL
@@ -303,7 +309,7 @@ COMM_HD void take_sums(Member& m, uint64_t index, uint64_t step, uint32_t count,
                        Vector (&sums)[kVectors]) {
   Vector* from = m.half + m.sums() + index;
   uint32_t absent = 0;
-  await(m, [&] {
+  await(m, true, [&] {
     COMM_UNROLL
     for (uint32_t i = 0; i < kVectors; ++i) {
       if (i < count) sums[i] = load_vector(from + i * step);
@@ -532,6 +538,7 @@ __global__ __launch_bounds__(kFusedThreads, kReduceBlocks) void fused_kernel(
   };
   if (!kTwoShots && first < e.rows) load(first, team.thread);
   epilogue.fetch_gamma();
+  if (first < e.rows) epilogue.fetch_residual(first);
   if (kTwoShots) {
     const uint64_t threads = uint64_t(gridDim.x) * blockDim.x;
     announce_start(m);
@@ -544,13 +551,12 @@ __global__ __launch_bounds__(kFusedThreads, kReduceBlocks) void fused_kernel(
   begin(m);
   if (kTwoShots) {
     const uint64_t threads = uint64_t(gridDim.x) * blockDim.x;
-    reduce_own_part<T, false, 2>(m, uint64_t(blockIdx.x) * blockDim.x + threadIdx.x, threads);
+    reduce_own_part<T, false, 4>(m, uint64_t(blockIdx.x) * blockDim.x + threadIdx.x, threads);
   }
   epilogue.load_scale();
   team.meet();
   COMM_NO_UNROLL
   for (uint64_t row = first; row < e.rows; row += p.teams) {
-    epilogue.fetch_residual(row);
     if (!kTwoShots) load_and_send(row + p.teams, team.thread);
     COMM_NO_UNROLL
     for (uint32_t step = 0; step < p.steps; ++step) {
@@ -560,12 +566,14 @@ __global__ __launch_bounds__(kFusedThreads, kReduceBlocks) void fused_kernel(
       if (kTwoShots) {
         take_sums<1>(m, index, 0, at < e.row_vectors, sums);
       } else {
-        sum_slots<T, false, 1, kQuantized ? 2 : 3>(m, index, index, 0, at < e.row_vectors, sums);
+        sum_slots<T, false, 1, 4>(m, index, index, 0, at < e.row_vectors, sums);
       }
       if (step == 0) epilogue.await_fetched();
       epilogue.add_residual(row, step, sums[0]);
     }
     epilogue.finish(row);
+    // Into the places that this thread alone has just read.
+    if (row + p.teams < e.rows) epilogue.fetch_residual(row + p.teams);
   }
   epilogue.pad_scales(first, p.teams);
   leave_call(m);
