@@ -118,8 +118,8 @@ def all_reduces(backend: str, device: torch.device) -> None:
         for seed, case in enumerate(every):
             operands = allreduce_cases.make_operands(case, workspace.world_size, seed)
             made = allreduce_cases.make_outputs(case, device)
-            given = allreduce_cases.arguments(case, operands, device)
-            allreduce_fusion(operands.parts[workspace.rank].to(device), workspace, case.pattern, **given, **made)
+            given = {**allreduce_cases.arguments(case, operands, device), **made}
+            allreduce_fusion(operands.parts[workspace.rank].to(device), workspace, case.pattern, **given)
             torch.cuda.synchronize()
             allreduce_cases.assert_right(case, operands, made)
 

@@ -8,7 +8,7 @@ those of the norm that the backend itself made, bit for bit.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -210,13 +210,17 @@ def assert_right(case: Case, operands: Operands, made: dict[str, torch.Tensor]) 
             )
 
 
+def _place(index: torch.Tensor) -> tuple[int, ...]:
+    return tuple(map(int, index))
+
+
 def _same_values(got: torch.Tensor, want: torch.Tensor, name: str) -> None:
     """Equal bits, but for which NaN it is."""
     integers = torch.int32 if got.dtype == torch.float32 else torch.int16
     same = (got.view(integers) == want.view(integers)) | (got.isnan() & want.isnan())
     wrong = (~same).nonzero()
     assert not wrong.numel(), (
-        f"{name}: {len(wrong)} of {got.numel()} values are wrong, the first at {wrong[0].tolist()}: "
+        f"{name}: {len(wrong)} of {got.numel()} values are wrong, the first at {_place(wrong[0])}: "
         f"{float(got[tuple(wrong[0])])!r}, expected {float(want[tuple(wrong[0])])!r}"
     )
 
@@ -227,14 +231,14 @@ def _assert_norm(case: Case, operands: Operands, norm: torch.Tensor, residual: t
     special = ~want.isfinite()
     kinds = (norm.isnan() == want.isnan()) & ((norm == want) | ~special | want.isnan())
     assert bool(kinds.all()), (
-        f"norm_out: NaN or infinity at other places, the first at {(~kinds).nonzero()[0].tolist()}"
+        f"norm_out: NaN or infinity at other places, the first at {_place((~kinds).nonzero()[0])}"
     )
     exact = want.to(torch.float64)
     steps = exact.abs() * (2.0 ** -_MANTISSA[case.dtype] + _ROOT_ULPS * 2.0**-24)
     # The smallest subnormal of the type: below it nothing can be told apart.
-    least = cast("float", torch.finfo(case.dtype).smallest_normal) * 2.0 ** -_MANTISSA[case.dtype]
+    least = torch.finfo(case.dtype).smallest_normal * 2.0 ** -_MANTISSA[case.dtype]
     wrong = ((norm.to(torch.float64) - exact).abs() > steps + least) & ~special
     assert not bool(wrong.any()), (
-        f"norm_out: {int(wrong.sum())} values are off, the first at {wrong.nonzero()[0].tolist()}: "
+        f"norm_out: {int(wrong.sum())} values are off, the first at {_place(wrong.nonzero()[0])}: "
         f"{float(norm[tuple(wrong.nonzero()[0])])!r}, expected {float(want[tuple(wrong.nonzero()[0])])!r}"
     )

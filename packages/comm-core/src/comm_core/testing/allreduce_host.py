@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -50,9 +50,9 @@ def opened(
     force_oneshot: bool = True,
     settings: Settings = ONE_BLOCK,
     **changes: Any,
-) -> Iterator[_Workspace]:
+) -> Generator[_Workspace]:
     """Open a workspace for operands of `nbytes` on this rank's thread, and destroy it."""
-    options = {"form": "in_process", "timeout_s": 30.0, **changes}
+    options: dict[str, Any] = {"form": "in_process", "timeout_s": 30.0, **changes}
     half_bytes = launches.capacity_bytes(group.size, nbytes, force_oneshot, settings.trade_bytes)
     with Transaction(group, "open an all-reduce workspace") as stages:
         session = ReduceSession(stages, module, CPU, half_bytes=half_bytes, settings=settings, **options)
