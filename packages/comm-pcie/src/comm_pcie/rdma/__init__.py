@@ -1,0 +1,1 @@
+"""The RDMA half of comm-pcie. Experimental: verified on an emulator only."""
