@@ -38,6 +38,9 @@ _CHECKS: dict[str, Callable[[], object]] = {
     "COMM_ALLOW_EXPERIMENTAL_AUTO_BACKENDS": _env.allow_experimental_auto,
     "COMM_ALLOW_SHARED_GPU": _env.allow_shared_gpu,
     "COMM_PEER_MEMORY": _env.peer_memory,
+    "COMM_ULYSSES_PCIE_ROUTE": _env.pcie_route,
+    "COMM_ULYSSES_PCIE_NICS": _env.pcie_nics,
+    "COMM_ULYSSES_PCIE_GID_INDICES": _env.pcie_gid_indices,
     "COMM_TRACE_HOOKS": _env.trace_hooks,
 }
 _BROKEN = ("broken", "incompatible", "duplicate")

@@ -5,6 +5,7 @@
 | ``in_process`` | a torch allocation | plain addresses | ranks that are threads of one process |
 | ``vmm_fd`` | ``cuMemCreate`` | file descriptors over unix sockets | CUDA VMM, one network or mount namespace |
 | ``cuda_ipc`` | ``cudaMalloc`` | legacy IPC handles, through the group | one PID namespace |
+| ``host_fd`` | ``memfd_create`` | file descriptors over unix sockets | one network or mount namespace; by name alone |
 
 Two rules hold for all of them. A rank's own address is its own allocation, never an import of it. And memory is freed
 only after every rank has waited for its device and has unmapped it: each of the three is agreed by the group before
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AUTO",
     "FORMS",
+    "HOST",
     "FormChoice",
     "Mapped",
     "MemoryFacts",
@@ -62,10 +64,14 @@ AUTO = "auto"
 FORMS = ("in_process", "vmm_fd", "cuda_ipc")
 """Forms in the order in which they are preferred."""
 
+HOST = "host_fd"
+"""Memory of the host. It must be asked for by name: whoever wants device memory must never get it."""
+
 _CLASSES = {
     "in_process": ("comm_core.memory.in_process", "InProcessMemory"),
     "vmm_fd": ("comm_core.memory.vmm", "VmmMemory"),
     "cuda_ipc": ("comm_core.memory.cuda_ipc", "CudaIpcMemory"),
+    HOST: ("comm_core.memory.host_fd", "HostFdMemory"),
 }
 
 
@@ -308,7 +314,7 @@ def _between(form: str, facts: Sequence[MemoryFacts], *, unknown_too: bool) -> s
         if len(processes) > 1:
             return f"the ranks are {len(processes)} processes"
         return f"the ranks use different devices ({', '.join(sorted(devices))})" if len(devices) > 1 else None
-    if form == "vmm_fd":
+    if form in ("vmm_fd", HOST):
         return out_of_reach(ranks, unknown_too=unknown_too)
     if len(processes) < len(facts):
         return "CUDA does not map memory into the process that exported it. Ranks must be processes of their own"
@@ -358,7 +364,7 @@ def map_jointly(
         stages: the transaction; a failure on any rank takes its steps down on all ranks.
         nbytes: bytes of each rank's memory, equal on all ranks; at least 1.
         device: this rank's, with an explicit ordinal.
-        form: `AUTO` or one of `FORMS`; equal on all ranks.
+        form: `AUTO`, one of `FORMS`, or `HOST` on a CPU; equal on all ranks.
         what: the memory, in words, for the names of steps; unique in the transaction and equal on all ranks.
         number: of the allocation, equal on all ranks: what tells joint allocations apart.
         timeout_s: seconds that passing file descriptors may take; None is the group's `timeout_s`.
@@ -421,8 +427,8 @@ def _check(nbytes: object, device: torch.device, form: object) -> None:
         raise ArgumentValueError(f"nbytes must be at least 1, got {nbytes}")
     if device.type == "cuda" and cast("int | None", device.index) is None:
         raise ArgumentValueError(f"device must have an explicit ordinal, got {str(device)!r}")
-    if form != AUTO and form not in FORMS:
-        raise ArgumentValueError(f"form must be {AUTO!r} or one of {', '.join(FORMS)}, got {form!r}")
+    if form != AUTO and form not in _CLASSES:
+        raise ArgumentValueError(f"form must be {AUTO!r} or one of {', '.join(_CLASSES)}, got {form!r}")
 
 
 def _agreed(what: str, records: Sequence[Mapping[str, Json]]) -> list[MemoryFacts]:

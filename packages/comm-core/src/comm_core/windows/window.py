@@ -140,6 +140,12 @@ class WindowSet:
                 return window, offset
         return None
 
+    def abandon(self) -> int:
+        """Release, on this rank alone, what no peer can touch; return the bytes that are kept. Never raises."""
+        kept = sum(teardown.abandon() for teardown in reversed(self._teardowns))
+        self._teardowns.clear()
+        return kept
+
     def close(self, timeout_s: float | None) -> None:
         """Release the windows that were added later, last one first. Collective; may be called again.
 
@@ -150,8 +156,7 @@ class WindowSet:
                 self._teardowns[-1].close(timeout_s)
             except GroupTimeoutError as error:
                 self._teardowns.pop()
-                kept = sum(teardown.abandon() for teardown in reversed(self._teardowns))
-                self._teardowns.clear()
+                kept = self.abandon()
                 if not kept:
                     raise
                 text = f"{error}; so are {kept} bytes of other windows"
