@@ -9,11 +9,11 @@ The order of things::
     engine.connect(endpoints)
     pair = engine.register(output=Memory(...), landing=Memory(...))
     pair.attach(gather(pair.record))
-    outcome = pair.rebind(geometry, deadline_ns)           # before the opening barrier
+    outcome = pair.rebind(geometry, timeout_ns)            # before the opening barrier
     ...copy the operand into the landing buffer, opening barrier...
-    outcome = pair.exchange(geometry, epoch, deadline_ns)  # blocks, without the GIL
+    outcome = pair.exchange(geometry, epoch, timeout_ns)   # blocks, without the GIL
     ...flush, closing barrier...
-    engine.quiesce(deadline_ns); pair.close(); engine.close()
+    engine.quiesce(timeout_ns); pair.close(); engine.close()
 
 Misuse raises. What the fabric does to a running exchange is an `Outcome` and raises nothing, so that the caller can
 publish its abort first; after one that is not ok the engine is broken and only quiesces and closes.
@@ -21,15 +21,20 @@ publish its abort first; after one that is not ok the engine is broken and only 
 
 from __future__ import annotations
 
+import ctypes
+import os
+import warnings
 from collections.abc import Mapping, Sequence
-from enum import IntEnum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, cast
 
-from comm_core._json import JsonObject
-from comm_pcie.rdma.geometry import Geometry
+from comm_core.errors import ArgumentValueError, ClosedError, UnsupportedError
+from comm_pcie.rdma import module
+from comm_pcie.rdma.geometry import Geometry, problem_of
+from comm_pcie.rdma.records import Counters, Kind, Ledger, Memory, Outcome, Quiesced, Settings
+from comm_pcie.rdma.verbs import LoadedVerbs, VerbsApi, VerbsLibraries, load_verbs
 
 if TYPE_CHECKING:
-    from comm_core.jit import Module
+    from comm_core._json import Json, JsonObject
 
 __all__ = [
     "Counters",
@@ -47,186 +52,9 @@ __all__ = [
     "load_verbs",
 ]
 
-
-class VerbsLibraries(NamedTuple):
-    """Where the two libraries of rdma-core are loaded from; for tests an emulator's path, twice.
-
-    Attributes:
-        ibverbs: file name or path of libibverbs.
-        mlx5: of libmlx5.
-    """
-
-    ibverbs: str = "libibverbs.so.1"
-    mlx5: str = "libmlx5.so.1"
-
-    @classmethod
-    def default(cls) -> VerbsLibraries:
-        """Return what ``COMM_VERBS_LIBRARY`` names (one path for both; for tests), else the system's."""
-        raise NotImplementedError
-
-
-class VerbsApi:
-    """The loaded functions of libibverbs and libmlx5, and the module that calls them. Never unloaded."""
-
-    def __init__(self, module: Module, handle: int, libraries: VerbsLibraries) -> None:
-        self.module = module
-        self.handle = handle
-        self.libraries = libraries
-
-    def devices(self) -> tuple[str, ...]:
-        """Return the names of the RDMA devices, as libibverbs lists them; empty where it finds none."""
-        raise NotImplementedError
-
-
-class LoadedVerbs(NamedTuple):
-    """What `load_verbs` found.
-
-    Attributes:
-        api: the functions, or None.
-        reason: why not: a missing header, library or symbol, with the Debian package that has it; else empty.
-    """
-
-    api: VerbsApi | None
-    reason: str = ""
-
-
-def load_verbs(libraries: VerbsLibraries | None = None, *, timeout_s: float | None = None) -> LoadedVerbs:
-    """Load the module of the engine (built if need be) and the libraries. Raises nothing for what is missing.
-
-    Args:
-        libraries: None is `VerbsLibraries.default()`.
-        timeout_s: of building; None is ``COMM_JIT_TIMEOUT_S``.
-    """
-    raise NotImplementedError
-
-
-class Settings(NamedTuple):
-    """Numbers of the queue pairs. The defaults are for a fabric of one host; equal on all ranks.
-
-    Attributes:
-        send_depth: work requests in flight to one peer; larger payloads are posted as places become free.
-        receive_depth: receives posted ahead to one peer, at least 2: a fast peer's next message finds one.
-        timeout: of an unanswered packet, 4.096 us * 2**timeout.
-        retry_count: how often it is sent again, at most 7.
-        traffic_class: of the global route header, where the fabric has lossless classes.
-    """
-
-    send_depth: int = 16
-    receive_depth: int = 4
-    timeout: int = 18
-    retry_count: int = 7
-    traffic_class: int = 0
-
-
-class Memory(NamedTuple):
-    """A buffer to register, owned by the caller and kept until `RegisteredPair.close` succeeded.
-
-    Attributes:
-        address: as the NIC shall know it: of host memory or a device address.
-        nbytes: its size.
-        dmabuf_fd: a DMA-BUF that covers it, tried first; the caller closes it after `register`. None: there is none.
-        dmabuf_offset: of `address` in that DMA-BUF.
-        dmabuf_problem: why there is none for device memory, for the text of an error; empty for host memory.
-    """
-
-    address: int
-    nbytes: int
-    dmabuf_fd: int | None = None
-    dmabuf_offset: int = 0
-    dmabuf_problem: str = ""
-
-
-class Kind(IntEnum):
-    """How an exchange ended. Twin: include/comm_pcie/rdma_types.h, OutcomeKind."""
-
-    OK = 0
-    DEADLINE = 1  # a peer's message or acknowledgement did not come in time
-    COMPLETION = 2  # a work request ended with an error of the NIC
-    PROTOCOL = 3  # a message of another epoch, opcode or size
-    POST = 4  # the library refused a work request
-    EVENT = 5  # the port went down, the GID changed, a queue pair or the device failed
-    ABORTED = 6  # `abort` was called
-    BROKEN = 7  # an earlier call ended with another kind; nothing was posted
-
-
-class Outcome(NamedTuple):
-    """How a call that posts work ended.
-
-    Attributes:
-        kind: `Kind.OK` or why not.
-        peer: the rank that it is about, or -1.
-        reason: as a sentence; empty if ok.
-        elapsed_ns: host time in the call.
-        sends: work requests that were completed in it.
-        receives: messages that came.
-    """
-
-    kind: Kind
-    peer: int
-    reason: str
-    elapsed_ns: int
-    sends: int
-    receives: int
-
-    @property
-    def ok(self) -> bool:
-        """Whether everything arrived."""
-        return self.kind is Kind.OK
-
-
-class Quiesced(NamedTuple):
-    """Whether the NIC is done with the buffers.
-
-    Attributes:
-        teardown_safe: every work request was retired. If not, nothing may be deregistered or freed: the buffers must
-            outlive the process's use of the NIC, and the process should exit.
-        outstanding: peer -> (sends, receives) that were not.
-        reason: as a sentence; empty if safe.
-    """
-
-    teardown_safe: bool
-    outstanding: Mapping[int, tuple[int, int]]
-    reason: str
-
-
-class Ledger(NamedTuple):
-    """What is in the NIC's hands now: peer -> (sends, receives) posted and not retired.
-
-    Attributes:
-        outstanding: of each peer of the engine.
-    """
-
-    outstanding: Mapping[int, tuple[int, int]]
-
-
-class Counters(NamedTuple):
-    """What the engine did since it was opened. Twin: include/comm_pcie/rdma_types.h, Counters.
-
-    Attributes:
-        exchanges: that ended well.
-        writes: RDMA writes posted, each of them signalled.
-        write_bytes: bytes of those.
-        rebinds: keys configured (UMR work requests).
-        receives_posted: receives posted.
-        sends_completed: completions of writes and of UMRs.
-        receives_completed: messages received.
-        polls: calls of ibv_poll_cq.
-        events: asynchronous events that were read.
-        registrations: pairs registered and not closed.
-        split_writes: writes beyond the first of a payload, for payloads above the port's message limit.
-    """
-
-    exchanges: int
-    writes: int
-    write_bytes: int
-    rebinds: int
-    receives_posted: int
-    sends_completed: int
-    receives_completed: int
-    polls: int
-    events: int
-    registrations: int
-    split_writes: int
+_TEXT_BYTES = 4096
+_MAX_GEOMETRIES = 256
+"""Packed geometries that a pair keeps; a program that makes more than that makes them anew."""
 
 
 class RegisteredPair:
@@ -239,8 +67,33 @@ class RegisteredPair:
             ``"host"`` for host memory.
     """
 
-    record: JsonObject
-    how: tuple[str, str]
+    def __init__(self, engine: RdmaEngine, output: Memory, landing: Memory) -> None:
+        self._engine = engine
+        self._call = engine.api.call
+        self._sizes = {"output": output.nbytes, "landing": landing.nbytes}
+        self._packed: dict[Geometry, ctypes.Array[ctypes.c_char]] = {}
+        self._last: tuple[Geometry, ctypes.Array[ctypes.c_char]] | None = None
+        self._outcome = ctypes.create_string_buffer(module.OUTCOME.size)
+        handle, rkey = ctypes.c_void_p(), ctypes.c_uint32()
+        band_rkeys = (ctypes.c_uint32 * max(1, len(engine.peers)))()
+        by_dmabuf = (ctypes.c_uint32 * 2)()
+        memories = [_buffer(_pack_memory(memory)) for memory in (output, landing)]
+        written = (handle, rkey, band_rkeys, by_dmabuf)
+        self._call["register"](engine.handle, *map(ctypes.addressof, memories), *map(ctypes.addressof, written))
+        self._handle: int | None = handle.value
+        bands: list[Json] = [None] * engine.world_size
+        for peer, key in zip(engine.peers, band_rkeys, strict=False):
+            bands[peer] = key
+        self.record: JsonObject = {
+            "address": output.address,
+            "nbytes": output.nbytes,
+            "rkey": rkey.value,
+            "band_rkeys": bands,
+        }
+        self.how: tuple[str, str] = (
+            _how(output, bool(by_dmabuf[0])),
+            _how(landing, bool(by_dmabuf[1])),
+        )
 
     def attach(self, records: Sequence[JsonObject | None]) -> None:
         """Take the other ranks' records of the same registration, in order of rank; own and non-peers are ignored.
@@ -248,7 +101,17 @@ class RegisteredPair:
         Raises:
             ArgumentValueError: a record is missing or makes no sense.
         """
-        raise NotImplementedError
+        packed = bytearray()
+        rank = self._engine.rank
+        for peer in self._engine.peers:
+            record = _record_of(records, peer, "registration")
+            try:
+                bands = cast("Sequence[int]", record["band_rkeys"])
+                fields = [cast("int", record[name]) for name in ("address", "nbytes")]
+                packed += module.ATTACHED.pack(*fields, peer, cast("int", record["rkey"]), bands[rank], 0)
+            except (KeyError, IndexError, TypeError, module.StructError) as error:
+                raise ArgumentValueError(f"rank {peer}'s registration {record} makes no sense: {error!r}") from error
+        self._call["attach"](self._open(), ctypes.addressof(_buffer(packed)), len(self._engine.peers))
 
     def rebind(self, geometry: Geometry, timeout_ns: int) -> Outcome:
         """Describe the strided bands of `geometry` to the NIC and wait until it knows them. Local; no registration.
@@ -259,7 +122,10 @@ class RegisteredPair:
         Raises:
             ArgumentValueError: `problem_of` has something to say; nothing was posted, the engine is not broken.
         """
-        raise NotImplementedError
+        handle, shares = self._open(), self._shares(geometry)
+        at = ctypes.addressof(self._outcome)
+        self._call["rebind"](handle, ctypes.addressof(shares), at, timeout_ns, len(self._engine.peers))
+        return _outcome(self._outcome)
 
     def exchange(self, geometry: Geometry, epoch: int, timeout_ns: int) -> Outcome:
         """Write each peer's payload, with a message that says so, and wait until all peers' messages have come.
@@ -275,7 +141,12 @@ class RegisteredPair:
         Raises:
             ArgumentValueError: `geometry` is not bound, or the pair is not attached; nothing was posted.
         """
-        raise NotImplementedError
+        handle, shares = self._open(), self._shares(geometry)
+        at = ctypes.addressof(self._outcome)
+        self._call["exchange"](
+            handle, ctypes.addressof(shares), at, timeout_ns, len(self._engine.peers), epoch & 0xFFFFFFFF
+        )
+        return _outcome(self._outcome)
 
     def close(self) -> None:
         """Give the keys and registrations back; may be called again after it failed, and does the rest then.
@@ -285,7 +156,47 @@ class RegisteredPair:
         Raises:
             TransportError: something can't be given back, or work requests are outstanding (see `quiesce`).
         """
-        raise NotImplementedError
+        if self._handle is None:
+            return
+        self._call["close_pair"](self._handle)
+        self._handle = None
+        self._packed.clear()
+        self._last = None
+
+    def _open(self) -> int:
+        if self._handle is None:
+            raise ClosedError("this pair of buffers was closed")
+        return self._handle
+
+    def _shares(self, geometry: Geometry) -> ctypes.Array[ctypes.c_char]:
+        # A loop passes one and the same object; hashing it would cost more than the rest of the call.
+        if self._last is not None and self._last[0] is geometry:
+            return self._last[1]
+        packed = self._packed.get(geometry)
+        if packed is None:
+            problem = problem_of(geometry, self._sizes)
+            if problem:
+                raise ArgumentValueError(problem)
+            packed = _buffer(self._pack(geometry))
+            if len(self._packed) >= _MAX_GEOMETRIES:
+                self._packed.clear()
+            self._packed[geometry] = packed
+        self._last = geometry, packed
+        return packed
+
+    def _pack(self, geometry: Geometry) -> bytes:
+        receives = dict(geometry.receives)
+        peers = [peer for peer, _ in geometry.sends]
+        expected = list(self._engine.peers)
+        if sorted(peers) != expected or sorted(peer for peer, _ in geometry.receives) != expected:
+            raise ArgumentValueError(
+                f"a geometry has each of the peers {expected} once, got sends to {peers} and receives from "
+                f"{[peer for peer, _ in geometry.receives]}"
+            )
+        packed = bytearray()
+        for peer, transfer in geometry.sends:
+            packed += module.SHARE.pack(peer, 0, *transfer.source, *transfer.target, *receives[peer])
+        return bytes(packed)
 
 
 class RdmaEngine:
@@ -296,7 +207,7 @@ class RdmaEngine:
         nic: name of the device, for example ``"mlx5_0"``; port 1 is used.
         gid_index: of an IPv4 RoCE v2 entry of the port's GID table.
         rank: of this process.
-        world_size: of the group.
+        world_size: of the group, at most 64.
         peers: ranks that are talked to by this NIC; None is all others.
         settings: numbers of the queue pairs.
 
@@ -314,23 +225,57 @@ class RdmaEngine:
         rank: int,
         world_size: int,
         peers: Sequence[int] | None = None,
-        settings: Settings = Settings(),  # noqa: B008
+        settings: Settings | None = None,
     ) -> None:
-        raise NotImplementedError
+        self.handle: int | None = None
+        self.api = api
+        self.nic, self.gid_index, self.rank, self.world_size = nic, gid_index, rank, world_size
+        chosen = [peer for peer in range(world_size) if peer != rank] if peers is None else sorted(peers)
+        if not 0 <= rank < world_size or any(not 0 <= peer < world_size for peer in chosen):
+            raise ArgumentValueError(f"rank {rank} and peers {chosen} must be ranks of a group of {world_size}")
+        self._peers = tuple(chosen)
+        self._unsafe = False
+        handle, max_message = ctypes.c_void_p(), ctypes.c_uint64()
+        numbers = (ctypes.c_uint32 * max(1, len(chosen)))(*chosen)
+        text = ctypes.create_string_buffer(nic.encode())
+        packed = _buffer(module.SETTINGS.pack(*(settings or Settings()), 0))
+        addresses = map(ctypes.addressof, (text, numbers, packed, handle, max_message))
+        api.call["open"](api.handle, *addresses, len(chosen), gid_index, rank)
+        self.handle = handle.value
+        self._max_message = max_message.value
+
+    def __del__(self) -> None:
+        if getattr(self, "handle", None) is not None and not self._unsafe:
+            warnings.warn(f"RdmaEngine on {self.nic} was not closed", ResourceWarning, stacklevel=2)
 
     @property
     def peers(self) -> tuple[int, ...]:
         """The ranks that it talks to, ascending."""
-        raise NotImplementedError
+        return self._peers
 
     @property
     def max_message(self) -> int:
         """Largest message of the port in bytes; larger payloads are split."""
-        raise NotImplementedError
+        return self._max_message
 
     def endpoint(self) -> JsonObject:
         """Return the record that the other ranks need to connect: JSON, made when the engine was opened."""
-        raise NotImplementedError
+        size = module.ENDPOINT.size
+        buffer = ctypes.create_string_buffer(max(1, len(self._peers)) * size)
+        self.api.call["endpoints"](self._open(), ctypes.addressof(buffer))
+        qps: list[Json] = [None] * self.world_size
+        gid, max_message, mtu = b"", self._max_message, 0
+        for number, peer in enumerate(self._peers):
+            gid, max_message, mtu, _, qpn, psn = module.ENDPOINT.unpack_from(buffer, number * size)
+            qps[peer] = [qpn, psn]
+        return {
+            "nic": self.nic,
+            "gid_index": self.gid_index,
+            "gid": gid.hex(),
+            "mtu": mtu,
+            "max_message": max_message,
+            "qps": qps,
+        }
 
     def revalidate(self) -> None:
         """Check that the port and the GID are still what `endpoint` says; to be called just before `connect`.
@@ -338,7 +283,7 @@ class RdmaEngine:
         Raises:
             TransportError: the port is not active, or its GID or MTU is another one now.
         """
-        raise NotImplementedError
+        self.api.call["revalidate"](self._open())
 
     def connect(self, endpoints: Sequence[JsonObject | None]) -> None:
         """Connect to all peers and post the first receives. A local step: it does not wait for anybody.
@@ -352,7 +297,19 @@ class RdmaEngine:
             ArgumentValueError: a record is missing or makes no sense.
             TransportError: a queue pair can't be moved to the next state; the text names the peer and the step.
         """
-        raise NotImplementedError
+        packed = bytearray()
+        for peer in self._peers:
+            record = _record_of(endpoints, peer, "endpoint")
+            try:
+                qpn, psn = cast("Sequence[Sequence[int]]", record["qps"])[self.rank]
+                gid = bytes.fromhex(cast("str", record["gid"]))
+                numbers = cast("int", record["max_message"]), cast("int", record["mtu"])
+                if len(gid) != 16:
+                    raise ValueError(f"a GID has 16 bytes, got {len(gid)}")
+                packed += module.ENDPOINT.pack(gid, *numbers, peer, qpn, psn)
+            except (KeyError, IndexError, TypeError, ValueError, module.StructError) as error:
+                raise ArgumentValueError(f"rank {peer}'s endpoint {record} makes no sense: {error!r}") from error
+        self.api.call["connect"](self._open(), ctypes.addressof(_buffer(packed)), len(self._peers))
 
     def register(self, *, output: Memory, landing: Memory) -> RegisteredPair:
         """Register two buffers and make the keys of the strided bands.
@@ -362,33 +319,40 @@ class RdmaEngine:
         Raises:
             TransportError: neither way worked; the text has both errors. Nothing stays registered.
         """
-        raise NotImplementedError
+        self._open()
+        return RegisteredPair(self, output, landing)
 
     def abort(self, reason: str) -> None:
         """End a running `exchange` or `rebind` of another thread, and break the engine. From any thread."""
-        raise NotImplementedError
+        self.api.call["abort"](self._open(), ctypes.addressof(ctypes.create_string_buffer(reason.encode())))
 
     @property
     def problem(self) -> str:
         """Why the engine is broken, or empty. An asynchronous event shows up here without a call."""
-        raise NotImplementedError
+        return self._look()[2]
 
     @property
     def counters(self) -> Counters:
         """What was done so far."""
-        raise NotImplementedError
+        return self._look()[0]
 
     @property
     def ledger(self) -> Ledger:
         """What is posted and not retired."""
-        raise NotImplementedError
+        return Ledger(self._look()[1])
 
     def quiesce(self, timeout_ns: int) -> Quiesced:
         """Stop all queue pairs and wait until every work request was retired. Ends the use of the engine.
 
         May be called again; a later call may find what an earlier one missed.
         """
-        raise NotImplementedError
+        safe, reason = ctypes.c_uint32(), ctypes.create_string_buffer(_TEXT_BYTES)
+        self.api.call["quiesce"](
+            self._open(), ctypes.addressof(safe), ctypes.addressof(reason), _TEXT_BYTES, timeout_ns
+        )
+        self._unsafe = not safe.value
+        outstanding = {peer: posted for peer, posted in self.ledger.outstanding.items() if any(posted)}
+        return Quiesced(bool(safe.value), outstanding, os.fsdecode(reason.value))
 
     def close(self) -> None:
         """Destroy the queue pairs and give the device back; may be called again after it failed.
@@ -397,4 +361,64 @@ class RdmaEngine:
             TransportError: pairs are still registered, work requests are outstanding (call `quiesce`; if that says
                 that teardown is not safe, leak on purpose and exit), or the library refuses.
         """
-        raise NotImplementedError
+        if self.handle is None:
+            return
+        self.api.call["close"](self.handle)
+        self.handle = None
+
+    def _open(self) -> int:
+        if self.handle is None:
+            raise ClosedError(f"the engine on {self.nic} was closed")
+        return self.handle
+
+    def _look(self) -> tuple[Counters, Mapping[int, tuple[int, int]], str]:
+        counters = ctypes.create_string_buffer(module.COUNTERS.size)
+        size = module.POSTED.size
+        posted = ctypes.create_string_buffer(max(1, len(self._peers)) * size)
+        broken, text = ctypes.c_uint32(), ctypes.create_string_buffer(_TEXT_BYTES)
+        written = map(ctypes.addressof, (counters, posted, broken, text))
+        self.api.call["look"](self._open(), *written, _TEXT_BYTES)
+        ledger = {
+            peer: cast("tuple[int, int]", module.POSTED.unpack_from(posted, number * size))
+            for number, peer in enumerate(self._peers)
+        }
+        return Counters(*module.COUNTERS.unpack_from(counters)), ledger, os.fsdecode(text.value)
+
+
+def require(loaded: LoadedVerbs) -> VerbsApi:
+    """Return the functions that were loaded.
+
+    Raises:
+        UnsupportedError: with the reason why there are none.
+    """
+    if loaded.api is None:
+        raise UnsupportedError(f"RDMA can't be used: {loaded.reason}")
+    return loaded.api
+
+
+def _buffer(contents: bytes | bytearray) -> ctypes.Array[ctypes.c_char]:
+    return ctypes.create_string_buffer(bytes(contents), max(1, len(contents)))
+
+
+def _pack_memory(memory: Memory) -> bytes:
+    fd = -1 if memory.dmabuf_fd is None else memory.dmabuf_fd
+    return module.MEMORY.pack(memory.address, memory.nbytes, memory.dmabuf_offset, fd, bool(memory.dmabuf_problem))
+
+
+def _how(memory: Memory, by_dmabuf: bool) -> str:
+    if by_dmabuf:
+        return "dmabuf"
+    return "peermem" if memory.dmabuf_fd is not None or memory.dmabuf_problem else "host"
+
+
+def _record_of(records: Sequence[JsonObject | None], peer: int, what: str) -> JsonObject:
+    record = records[peer] if peer < len(records) else None
+    if record is None:
+        raise ArgumentValueError(f"rank {peer} is a peer, and its {what} is missing")
+    return record
+
+
+def _outcome(buffer: ctypes.Array[ctypes.c_char]) -> Outcome:
+    kind, peer, elapsed_ns, sends, receives, reason = module.OUTCOME.unpack_from(buffer)
+    text = reason.split(b"\0", 1)[0].decode(errors="replace")
+    return Outcome(Kind(kind), peer, text, elapsed_ns, sends, receives)

@@ -103,8 +103,8 @@ def _problem_of_band(band: Band, whole: int) -> str:
         return f"it ends at byte {band.end} of a buffer of {whole}"
     if band.strided and band.pitch > MAX_STRIDE:
         return (
-            f"rows are {band.pitch} bytes apart, and a NIC's interleaved key can hold at most {MAX_STRIDE}: use fewer "
-            "heads, a smaller head dimension or element, or the p2p route"
+            f"rows are {band.pitch} bytes apart, and an interleaved key can hold at most {MAX_STRIDE}: use fewer heads, "
+            "a smaller head dimension or element, or the p2p route"
         )
     if band.strided and band.rows > 0xFFFFFFFF:
         return f"{band.rows} rows are more than the 32 bits of an interleaved key"
