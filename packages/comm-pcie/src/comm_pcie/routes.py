@@ -85,7 +85,9 @@ def plan_route(requested: str, facts: Sequence[RankFacts], environment: Mapping[
         return Route(route, "", nics.choices)
     if requested == wanted != "auto":
         works = f"p2p, auto or prefer-{wanted} work"
-        return Route(None, f"{VARIABLE}={requested}: route {wanted!r} can't be planned: {reason}; {works}", nics.choices)
+        return Route(
+            None, f"{VARIABLE}={requested}: route {wanted!r} can't be planned: {reason}; {works}", nics.choices
+        )
     return Route("p2p", f"route {route!r} can't be planned: {reason}", nics.choices)
 
 

@@ -25,8 +25,9 @@ from comm_pcie.warnings import ExperimentalWarning, RouteWarning, warn_once
 if TYPE_CHECKING:
     import torch
 
+    from comm_core.group import Group
     from comm_core.jit import Module
-    from comm_pcie.rdma.engine import VerbsApi
+    from comm_pcie.rdma.engine import LoadedVerbs, VerbsApi
     from comm_pcie.rdma.port import DevicePort
 
 __all__ = ["Modules", "PcieTransport", "nic_lines"]
@@ -159,29 +160,49 @@ class PcieTransport(Transport):
         self, stages: Transaction, request: Request, agreed: JsonObject, device: torch.device, modules: Modules
     ) -> TransportSession:
         """Open a route over NICs in a transaction of its own: what it leaves where it fails is nothing."""
-        from comm_pcie.rdma.opening import NicRoute, open_nics
-
         form = request.environment.get("COMM_PEER_MEMORY", AUTO)
         # Memory that can't be registered as a DMA-BUF can be by the peer-memory module, if it is of the older kind.
         forms = (AUTO, "cuda_ipc") if form == AUTO and device.type == "cuda" else (form,)
-        for form in forms:
-            try:
-                with Transaction(stages.group, f"open route {agreed['transport']!r}") as own:
-                    session = open_nics(
-                        own,
-                        NicRoute.of(agreed),
-                        partial(self.make_port, request, agreed, device, modules, form),
-                        timeout_s=request.timeout_s,
-                        build_s=max(request.timeout_s, _env.jit_timeout_s()),
-                        poison=_env.on_stall() == "poison",
-                    )
-                    own.commit()
-                break
-            except JointError as error:
-                if form == forms[-1] or ": register " not in error.what:
-                    raise
+        session = self._try_nics(stages.group, request, agreed, device, modules, forms)
         # So that what fails after this on some rank takes the session down too.
         return stages.step("keep the route", lambda: session, lambda opened: opened.close())
+
+    def _try_nics(
+        self,
+        group: Group,
+        request: Request,
+        agreed: JsonObject,
+        device: torch.device,
+        modules: Modules,
+        forms: Sequence[str],
+    ) -> TransportSession:
+        from comm_pcie.rdma.opening import NicRoute, open_nics
+
+        build_s = max(request.timeout_s, _env.jit_timeout_s())
+        try:
+            with Transaction(group, f"open route {agreed['transport']!r}") as stages:
+                session = open_nics(
+                    stages,
+                    NicRoute.of(agreed),
+                    partial(self.make_port, request, agreed, device, modules, forms[0]),
+                    partial(self.load_verbs, device),
+                    timeout_s=request.timeout_s,
+                    build_s=build_s,
+                    poison=_env.on_stall() == "poison",
+                )
+                stages.commit()
+        except JointError as error:
+            if len(forms) == 1 or ": register " not in error.what:
+                raise
+        else:
+            return session
+        return self._try_nics(group, request, agreed, device, modules, forms[1:])
+
+    def load_verbs(self, device: torch.device) -> LoadedVerbs:
+        """Load the libraries of rdma-core, and the module that calls them. Local."""
+        from comm_pcie.rdma.engine import load_verbs
+
+        return load_verbs(device=device if device.type == "cuda" else None, timeout_s=_env.jit_timeout_s())
 
     def make_port(
         self,

@@ -5,7 +5,7 @@
 | ``in_process`` | a torch allocation | plain addresses | ranks that are threads of one process |
 | ``vmm_fd`` | ``cuMemCreate`` | file descriptors over unix sockets | CUDA VMM, one network or mount namespace |
 | ``cuda_ipc`` | ``cudaMalloc`` | legacy IPC handles, through the group | one PID namespace |
-| ``host_fd`` | ``memfd_create`` | file descriptors over unix sockets | one network or mount namespace; by name alone |
+| ``host_fd`` | ``memfd_create`` | file descriptors over unix sockets | as ``vmm_fd``, and to be asked for by name |
 
 Two rules hold for all of them. A rank's own address is its own allocation, never an import of it. And memory is freed
 only after every rank has waited for its device and has unmapped it: each of the three is agreed by the group before

@@ -114,6 +114,12 @@ struct comm_pcie_rdma_quiesce_args_v1 {
   uint64_t timeout_ns;
 };
 
+struct comm_pcie_rdma_heed_args_v1 {
+  COMM_ARGS;
+  Engine* engine;
+  const uint32_t* word;
+};
+
 struct comm_pcie_rdma_abort_args_v1 {
   COMM_ARGS;
   Engine* engine;
@@ -258,6 +264,12 @@ COMM_EXPORT int comm_pcie_rdma_quiesce_v1(const comm_pcie_rdma_quiesce_args_v1* 
   return args->engine->quiesce(args->timeout_ns, args->safe, args->reason, args->capacity);
 }
 
+COMM_EXPORT int comm_pcie_rdma_heed_v1(const comm_pcie_rdma_heed_args_v1* args) {
+  COMM_CHECK_ARGS(args, comm_pcie_rdma_heed_args_v1);
+  args->engine->heed(args->word);
+  return COMM_OK;
+}
+
 COMM_EXPORT int comm_pcie_rdma_abort_v1(const comm_pcie_rdma_abort_args_v1* args) {
   COMM_CHECK_ARGS(args, comm_pcie_rdma_abort_args_v1);
   args->engine->abort(args->reason);
@@ -290,6 +302,7 @@ COMM_STRUCT(comm_pcie_rdma_rebind_args_v1)
 COMM_STRUCT(comm_pcie_rdma_exchange_args_v1)
 COMM_STRUCT(comm_pcie_rdma_close_pair_args_v1)
 COMM_STRUCT(comm_pcie_rdma_quiesce_args_v1)
+COMM_STRUCT(comm_pcie_rdma_heed_args_v1)
 COMM_STRUCT(comm_pcie_rdma_abort_args_v1)
 COMM_STRUCT(comm_pcie_rdma_look_args_v1)
 COMM_STRUCT(comm_pcie_rdma_close_args_v1)

@@ -552,6 +552,16 @@ void Engine::set_problem(OutcomeKind kind, int32_t peer, const std::string& text
 
 void Engine::abort(const char* reason) { set_problem(kAborted, -1, reason); }
 
+void Engine::heed(const uint32_t* word) { word_ = word; }
+
+uint32_t Engine::problem_kind() {
+  // Another process sets it, so nothing but the word tells of it.
+  if (word_ != nullptr && __atomic_load_n(word_, __ATOMIC_ACQUIRE) != 0) {
+    set_problem(kAborted, -1, "another rank has given up");
+  }
+  return problem_kind_.load(std::memory_order_acquire);
+}
+
 void Engine::look(Counters* counters, Posted* posted, uint32_t* broken, char* problem,
                   size_t problem_size) const {
   const auto read = [](const std::atomic<uint64_t>& counter) {

@@ -56,9 +56,9 @@ bool Engine::broken(Outcome* out) {
              nic_.c_str());
     return true;
   }
-  if (problem_kind_.load(std::memory_order_acquire) == kOk) return false;
+  if (problem_kind() == kOk) return false;
   std::lock_guard<std::mutex> lock(problem_mutex_);
-  out->kind = kBroken;
+  out->kind = problem_kind_.load(std::memory_order_relaxed) == kAborted ? kAborted : kBroken;
   out->peer = problem_peer_;
   snprintf(out->reason, sizeof(out->reason), "%s", problem_.c_str());
   return true;
@@ -66,7 +66,7 @@ bool Engine::broken(Outcome* out) {
 
 // An event or an abort in the middle of a call.
 bool Engine::interrupted(Outcome* out) {
-  const uint32_t kind = problem_kind_.load(std::memory_order_acquire);
+  const uint32_t kind = problem_kind();
   if (kind == kOk) return false;
   std::lock_guard<std::mutex> lock(problem_mutex_);
   out->kind = kind;

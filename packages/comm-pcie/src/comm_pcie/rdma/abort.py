@@ -29,13 +29,15 @@ class AbortWords:
 
     def __init__(self, stages: Transaction) -> None:
         self._rank = stages.group.rank
-        mapped = map_jointly(stages, ctypes.sizeof(ctypes.c_uint32), torch.device("cpu"), form=HOST, what="abort words")
+        mapped = map_jointly(
+            stages, ctypes.sizeof(ctypes.c_uint32), torch.device("cpu"), form=HOST, what="abort words"
+        )
         self.address = mapped.addresses[self._rank]
         """Of this rank's own word."""
         self._words = [ctypes.c_uint32.from_address(address) for address in mapped.addresses]
 
     def publish(self, waited_for: int) -> None:
-        """Tell every rank that this one has given up on `waited_for`, unless it has been told of another one first."""
+        """Tell every rank that this one has given up on `waited_for`, or what it was told itself before."""
         code = self._words[self._rank].value or abort_code(self._rank, waited_for)
         for word in self._words:
             if not word.value:

@@ -326,6 +326,14 @@ class RdmaEngine:
         """End a running `exchange` or `rebind` of another thread, and break the engine. From any thread."""
         self.api.call["abort"](self._open(), ctypes.addressof(ctypes.create_string_buffer(reason.encode())))
 
+    def heed(self, address: int) -> None:
+        """End calls as `abort` does as soon as a word of host memory is not 0, which any process may set.
+
+        Args:
+            address: of an aligned uint32 that lives until `close`.
+        """
+        self.api.call["heed"](self._open(), address)
+
     @property
     def problem(self) -> str:
         """Why the engine is broken, or empty. An asynchronous event shows up here without a call."""

@@ -33,6 +33,7 @@ _STRUCTS: Final = {
     "exchange": "II3PQ2I0Q",
     "close_pair": "IIP0Q",
     "quiesce": "II3P2Q0Q",
+    "heed": "II2P0Q",
     "abort": "II2P0Q",
     "look": "II5PQ0Q",
     "close": "IIP0Q",

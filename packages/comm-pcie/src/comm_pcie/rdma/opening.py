@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 from comm_core._json import JsonObject
-from comm_core.errors import TransportError, UnsupportedError
+from comm_core.errors import TransportError
 from comm_core.transport.plan import Copy, Level, Plan
 from comm_pcie import copies
 from comm_pcie.rdma.abort import AbortWords
-from comm_pcie.rdma.engine import RdmaEngine, VerbsApi, load_verbs
+from comm_pcie.rdma.engine import LoadedVerbs, RdmaEngine, VerbsApi, require
 from comm_pcie.rdma.outputs import RegisteredOutput, register
 from comm_pcie.rdma.port import DevicePort
 from comm_pcie.rdma.session import QUIESCE_S, Parts, RdmaSession
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from comm_core.consensus import Transaction
 
-__all__ = ["NicRoute", "open_nics", "peers_of", "test_plans"]
+__all__ = ["NicRoute", "open_nics", "pattern_plans", "peers_of"]
 
 _ROW, _ROWS = 4099, 3
 """Bytes and number of the rows of the self-test; neither is a multiple of anything that a copy likes."""
@@ -76,7 +76,14 @@ def peers_of(route: NicRoute, rank: int) -> tuple[tuple[int, ...], tuple[int, ..
 
 
 def open_nics(
-    stages: Transaction, route: NicRoute, make_port: MakePort, *, timeout_s: float, build_s: float, poison: bool
+    stages: Transaction,
+    route: NicRoute,
+    make_port: MakePort,
+    load: Callable[[], LoadedVerbs],
+    *,
+    timeout_s: float,
+    build_s: float,
+    poison: bool,
 ) -> RdmaSession:
     """Open the session of a route over NICs. Collective; every step fails on all ranks or on none.
 
@@ -87,6 +94,7 @@ def open_nics(
         stages: the transaction of the opening.
         route: what was decided.
         make_port: opens the port of this rank's device.
+        load: loads the libraries of rdma-core and the module that calls them.
         timeout_s: deadline of an exchange.
         build_s: seconds that building the engine's module may take.
         poison: whether an aborted call fills its output with NaN bytes.
@@ -94,20 +102,16 @@ def open_nics(
     group = stages.group
     rank, size = group.rank, group.size
     peers, mapped = peers_of(route, rank)
-    api = stages.step("load the verbs", lambda: _loaded(build_s), timeout_s=build_s)
+    api = stages.step("load the verbs", lambda: require(load()), timeout_s=build_s)
     port = make_port(stages, api)
     words = AbortWords(stages)
 
     def open_nic() -> RdmaEngine:
-        return RdmaEngine(
-            api,
-            nic=route.nics[rank],
-            gid_index=route.gid_indices[rank],
-            rank=rank,
-            world_size=size,
-            peers=peers,
-            abort_word=words.address,
+        opened = RdmaEngine(
+            api, nic=route.nics[rank], gid_index=route.gid_indices[rank], rank=rank, world_size=size, peers=peers
         )
+        opened.heed(words.address)
+        return opened
 
     engine, endpoints = stages.step_shared("open the NIC", open_nic, RdmaEngine.endpoint, RdmaEngine.close)
     stages.step("compare the GID", lambda: _check_gid(route, rank, engine.endpoint()))
@@ -128,13 +132,6 @@ def open_nics(
     stages.step("prepare to test", lambda: None, lambda _: _stop(engine))
     stages.step("self-test of the NICs", lambda: self_test(session, port, output, rank, size))
     return session
-
-
-def _loaded(seconds: float) -> VerbsApi:
-    found = load_verbs(timeout_s=seconds)
-    if found.api is None:
-        raise UnsupportedError(found.reason)
-    return found.api
 
 
 def _check_gid(route: NicRoute, rank: int, endpoint: JsonObject) -> None:
@@ -161,7 +158,7 @@ def self_test(session: RdmaSession, port: DevicePort, output: RegisteredOutput, 
         PeerStalledError: a rank did not take part.
     """
     problem = ""
-    for shift, plan in enumerate(test_plans(rank, size)):
+    for shift, plan in enumerate(pattern_plans(rank, size)):
         # Of what each rank sends, rows for all; the operand is built in the landing buffer, as the fastest call does.
         output.landing[: plan.target_bytes].copy_(_operand(rank + shift, size, plan, output.landing.device))
         output.output.fill_(0xEE)
@@ -180,7 +177,7 @@ def self_test(session: RdmaSession, port: DevicePort, output: RegisteredOutput, 
     port.settle()
 
 
-def test_plans(rank: int, size: int) -> tuple[Plan, Plan]:
+def pattern_plans(rank: int, size: int) -> tuple[Plan, Plan]:
     """Return a scatter (rows apart at the sender) and a gather (rows apart at the receiver) of odd rows. Pure."""
 
     def pair(apart_at_sender: bool, sender: int, receiver: int, peer: int) -> Copy:
@@ -219,7 +216,7 @@ def _expected(shift: int, rank: int, size: int, plan: Plan, device: torch.device
     out = torch.zeros(plan.target_bytes, dtype=torch.uint8, device=device)
     for sender in range(size):
         sent = _operand(sender + shift, size, plan, device)
-        piece = test_plans(sender, size)[shift].sends[rank]
+        piece = pattern_plans(sender, size)[shift].sends[rank]
         for source, target in piece.rows():
             out[target : target + _ROW] = sent[source : source + _ROW]
     return out

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["RegisteredOutput", "register"]
 
 _ALIGNMENT = 1 << 16
-"""Bytes that output and landing buffer begin at a multiple of: a page of every host and every GPU, as DMA-BUFs need."""
+"""Output and landing buffer begin at multiples of so many bytes: a page of any host and GPU, as DMA-BUFs need."""
 
 
 class RegisteredOutput(NamedTuple):

@@ -34,6 +34,7 @@ GIDS_VARIABLE = "COMM_ULYSSES_PCIE_GID_INDICES"
 
 _BUS = re.compile(r"[0-9a-f]+:([0-9a-f]{2}):[0-9a-f]{2}\.[0-7]")
 _SHOWN = 4
+_NEEDED = "an IPv4 RoCE v2 GID is needed (has its network device an IPv4 address?)"
 
 
 class Overrides(NamedTuple):
@@ -160,9 +161,7 @@ def choose_gid(nic: NicFacts, wanted: int | None = None) -> tuple[int | None, st
         if entry is None:
             return None, f"{nic.name}: {GIDS_VARIABLE} names index {wanted}, which is empty or does not exist"
         if entry.type != ROCE_V2 or not entry.ipv4:
-            return None, (
-                f"{nic.name}: {GIDS_VARIABLE} names index {wanted}, which is {entry.text}: an IPv4 RoCE v2 GID is needed"
-            )
+            return None, (f"{nic.name}: {GIDS_VARIABLE} names index {wanted}, which is {entry.text}: {_NEEDED}")
         return wanted, ""
     second = [entry for entry in nic.gids if entry.type == ROCE_V2]
     usable = [entry.index for entry in second if entry.ipv4]
@@ -172,14 +171,13 @@ def choose_gid(nic: NicFacts, wanted: int | None = None) -> tuple[int | None, st
 
 
 def _why_no_gid(nic: NicFacts, second: Sequence[str]) -> str:
-    needed = "an IPv4 RoCE v2 GID is needed (has its network device an IPv4 address?)"
     if not nic.gids:
-        return f"its GID table is empty: {needed}"
+        return f"its GID table is empty: {_NEEDED}"
     if not second:
-        return f"it has no RoCE v2 GID ({_listed([entry.text for entry in nic.gids])}): {needed}"
+        return f"it has no RoCE v2 GID ({_listed([entry.text for entry in nic.gids])}): {_NEEDED}"
     if all("link-local" in text for text in second):
-        return f"its RoCE v2 GIDs are link-local only: {needed}"
-    return f"its RoCE v2 GIDs are IPv6 only ({_listed(second)}): {needed}"
+        return f"its RoCE v2 GIDs are link-local only: {_NEEDED}"
+    return f"its RoCE v2 GIDs are IPv6 only ({_listed(second)}): {_NEEDED}"
 
 
 def plan_nics(facts: Sequence[RankFacts], rdma: Sequence[RdmaFacts], overrides: Overrides = Overrides()) -> NicPlan:  # noqa: B008
@@ -204,9 +202,7 @@ def plan_nics(facts: Sequence[RankFacts], rdma: Sequence[RdmaFacts], overrides: 
         index, gid_error = choose_gid(nic, used.gids[rank] if used.gids else None)
         gid = next((entry.gid for entry in nic.gids if entry.index == index), "")
         choices.append(Choice(nic.name, index, "", gid_error, gid))
-    reason = (
-        _first("pcie_error", choices) or _first("gid_error", choices) or misfit or _shared(choices)
-    )
+    reason = _first("pcie_error", choices) or _first("gid_error", choices) or misfit or _shared(choices)
     return NicPlan(tuple(choices), reason)
 
 
@@ -244,7 +240,9 @@ def _shared(choices: Sequence[Choice]) -> str:
     shared = [f"{nic} by ranks {', '.join(map(str, ranks))}" for nic, ranks in by_nic.items() if len(ranks) > 1]
     if not shared:
         return ""
-    return f"each rank needs a NIC of its own, and they come to share {_listed(shared)} ({NICS_VARIABLE} assigns them)"
+    return (
+        f"each rank needs a NIC of its own, and they come to share {_listed(shared)} ({NICS_VARIABLE} assigns them)"
+    )
 
 
 def _listed(items: Sequence[str], separator: str = ", ") -> str:

@@ -222,7 +222,7 @@ class CudaPort(DevicePort):
                 os.close(descriptor)
 
     def copy(self, pieces: Sequence[Copy], source: torch.Tensor, window: MappedWindow) -> None:
-        """See `DevicePort.copy`. The own share goes by the SMs, the peers' by copy engines, which links are made for."""
+        """See `DevicePort.copy`. The own share goes by the SMs, those of peers by copy engines."""
         stream = _cuda.raw_stream(self.device.index)
         for piece in pieces:
             if piece.peer == self._rank:
@@ -265,8 +265,8 @@ def needs_flush(ordering: int, options: int) -> bool:
         return False
     if not options & _FLUSH_BY_HOST:
         raise UnsupportedError(
-            f"this GPU orders nothing that a NIC writes (GPU_DIRECT_RDMA_WRITES_ORDERING is {ordering}, at least {OWNER} "
-            "is needed) and can't be told to by the host either (GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS is "
+            f"this GPU orders nothing that a NIC writes (GPU_DIRECT_RDMA_WRITES_ORDERING is {ordering}, and at least "
+            f"{OWNER} is needed) and can't be told to by the host either (GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS is "
             f"{options}): routes over NICs can't be used on it"
         )
     return True

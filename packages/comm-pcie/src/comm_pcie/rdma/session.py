@@ -155,12 +155,12 @@ class RdmaSession(TransportSession):
     def _admitted(
         self, plan: Plan, source: torch.Tensor, destination: torch.Tensor
     ) -> tuple[RegisteredOutput, Geometry]:
-        """Return what a call is made with, or refuse it by its own arguments, which are the same on all ranks."""
+        """Return what a call is made with, or refuse it by its arguments, which are the same on all ranks."""
         refuse_head_chunks(plan)
         if _cuda.is_capturing():
             raise UnsupportedError(
-                f"{plan.operation}: route {self.route!r} can't be captured in a CUDA graph: the host posts to the NIC "
-                "and waits for it in each call, and a replay would do neither. Use the p2p route "
+                f"{plan.operation}: route {self.route!r} can't be captured in a CUDA graph: the host posts to the "
+                "NIC and waits for it in each call, and a replay would do neither. Use the p2p route "
                 "(COMM_ULYSSES_PCIE_ROUTE=p2p), or call it outside of the graph"
             )
         output = self._outputs.get(destination.data_ptr())
@@ -170,8 +170,8 @@ class RdmaSession(TransportSession):
         begin, at = output.landing_address, source.data_ptr()
         if at != begin and begin <= at < begin + output.nbytes:
             raise ArgumentValueError(
-                f"{plan.operation}: the operand lies {at - begin} bytes inside the input buffer of this output: the NIC "
-                "reads the buffer from its beginning on, so build the operand there (input_buffer), or elsewhere"
+                f"{plan.operation}: the operand lies {at - begin} bytes inside the input buffer of this output: the "
+                "NIC reads the buffer from its beginning on, so build the operand there (input_buffer), or elsewhere"
             )
         geometry = refuse(plan, self._parts.peers, output.nbytes, output.nbytes)
         self._bound.bind()
@@ -307,7 +307,7 @@ class RdmaSession(TransportSession):
         return self._port.windows.window(nbytes)
 
     def allocate_output(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return a registered output with a landing buffer of its size; the only kind that exchanges take. Collective.
+        """Return a registered output, the only kind that exchanges take, with its landing buffer. Collective.
 
         Calls of any geometry that fits its bytes can use it: a new geometry is described to the NIC, and nothing is
         registered anew.
@@ -388,7 +388,7 @@ class RdmaSession(TransportSession):
         self._outputs.clear()
 
     def _abandon(self, error: GroupTimeoutError) -> GroupTimeoutError:
-        """Release what this rank alone uses and return `error` with what is kept; nothing where the NIC is not done."""
+        """Release what this rank alone uses, if its NIC is done; return `error` with what is kept."""
         self._closed = True
         self._outputs.clear()
         if not self.teardown_safe:

@@ -7,7 +7,6 @@ contiguous on both sides. A second batch would be a second stride.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import lru_cache
 
 from comm_core.errors import UnsupportedError
@@ -30,8 +29,8 @@ def geometry_of(plan: Plan, peers: tuple[int, ...]) -> Geometry:
     """
     if plan.batch > 1:
         raise UnsupportedError(
-            f"{plan.operation}: routes over NICs take one batch, got {plan.batch}: exchange the batches one by one, or "
-            "use the p2p route (COMM_ULYSSES_PCIE_ROUTE=p2p)"
+            f"{plan.operation}: routes over NICs take one batch, got {plan.batch}: exchange the batches one by one, "
+            "or use the p2p route (COMM_ULYSSES_PCIE_ROUTE=p2p)"
         )
     sends = {copy.peer: copy for copy in plan.sends}
     receives = {copy.peer: copy for copy in plan.receives}
@@ -50,7 +49,9 @@ def bands(copy: Copy) -> tuple[Band, Band]:
         UnsupportedError: it has more than one level.
     """
     if len(copy.levels) > 1:
-        raise UnsupportedError(f"a NIC addresses rows at one distance, this copy has {len(copy.levels)} levels of them")
+        raise UnsupportedError(
+            f"a NIC addresses rows at one distance, this copy has {len(copy.levels)} levels of them"
+        )
     if not copy.levels:
         whole = copy.row_bytes
         return Band(copy.source_offset, 1, whole, whole), Band(copy.target_offset, 1, whole, whole)
@@ -68,7 +69,8 @@ def _band(offset: int, rows: int, width: int, pitch: int) -> Band:
     return Band(offset, rows, width, pitch)
 
 
-def refuse(plan: Plan, peers: Iterable[int], landing: int, output: int) -> Geometry:
+@lru_cache(512)
+def refuse(plan: Plan, peers: tuple[int, ...], landing: int, output: int) -> Geometry:
     """Return `geometry_of` a plan, or refuse it: by what is equal on all ranks, and before anything is communicated.
 
     Args:
@@ -80,7 +82,7 @@ def refuse(plan: Plan, peers: Iterable[int], landing: int, output: int) -> Geome
     Raises:
         UnsupportedError: NICs can't move it; the text says what to do.
     """
-    geometry = geometry_of(plan, tuple(peers))
+    geometry = geometry_of(plan, peers)
     problem = problem_of(geometry, {"landing": landing, "output": output})
     if problem:
         raise UnsupportedError(f"{plan.operation}: {problem}")

@@ -90,6 +90,8 @@ class Engine {
   int close();
 
   void abort(const char* reason);
+  // A word of memory that ends calls as `abort` does once it is not 0; must outlive the engine.
+  void heed(const uint32_t* word);
   void look(Counters* counters, Posted* posted, uint32_t* broken, char* problem,
             size_t problem_size) const;
   uint64_t max_message() const { return max_message_; }
@@ -115,6 +117,7 @@ class Engine {
   int post_key(Pair& pair, Peer& peer, bool source, const Band& band);
   Peer* retire(const ibv_wc& wc, Request* request);
   bool broken(Outcome* out);
+  uint32_t problem_kind();
   void fail(Outcome* out, OutcomeKind kind, int32_t peer, const char* format, ...)
       __attribute__((format(printf, 5, 6)));
   bool interrupted(Outcome* out);
@@ -150,6 +153,7 @@ class Engine {
   int stop_fd_ = -1;
   // What ended the use of the engine: of an outcome, an event or an abort, whichever was first.
   std::atomic<uint32_t> problem_kind_{kOk};
+  const uint32_t* word_ = nullptr;
   mutable std::mutex problem_mutex_;
   std::string problem_;
   int32_t problem_peer_ = -1;
