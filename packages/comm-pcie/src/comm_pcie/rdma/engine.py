@@ -111,7 +111,8 @@ class RegisteredPair:
                 packed += module.ATTACHED.pack(*fields, peer, cast("int", record["rkey"]), bands[rank], 0)
             except (KeyError, IndexError, TypeError, module.StructError) as error:
                 raise ArgumentValueError(f"rank {peer}'s registration {record} makes no sense: {error!r}") from error
-        self._call["attach"](self._open(), ctypes.addressof(_buffer(packed)), len(self._engine.peers))
+        remotes = _buffer(packed)
+        self._call["attach"](self._open(), ctypes.addressof(remotes), len(self._engine.peers))
 
     def rebind(self, geometry: Geometry, timeout_ns: int) -> Outcome:
         """Describe the strided bands of `geometry` to the NIC and wait until it knows them. Local; no registration.
@@ -309,7 +310,8 @@ class RdmaEngine:
                 packed += module.ENDPOINT.pack(gid, *numbers, peer, qpn, psn)
             except (KeyError, IndexError, TypeError, ValueError, module.StructError) as error:
                 raise ArgumentValueError(f"rank {peer}'s endpoint {record} makes no sense: {error!r}") from error
-        self.api.call["connect"](self._open(), ctypes.addressof(_buffer(packed)), len(self._peers))
+        remotes = _buffer(packed)
+        self.api.call["connect"](self._open(), ctypes.addressof(remotes), len(self._peers))
 
     def register(self, *, output: Memory, landing: Memory) -> RegisteredPair:
         """Register two buffers and make the keys of the strided bands.
@@ -324,7 +326,8 @@ class RdmaEngine:
 
     def abort(self, reason: str) -> None:
         """End a running `exchange` or `rebind` of another thread, and break the engine. From any thread."""
-        self.api.call["abort"](self._open(), ctypes.addressof(ctypes.create_string_buffer(reason.encode())))
+        text = ctypes.create_string_buffer(reason.encode())
+        self.api.call["abort"](self._open(), ctypes.addressof(text))
 
     def heed(self, address: int) -> None:
         """End calls as `abort` does as soon as a word of host memory is not 0, which any process may set.

@@ -103,7 +103,7 @@ def _problem_of_band(band: Band, whole: int) -> str:
         return f"it ends at byte {band.end} of a buffer of {whole}"
     if band.strided and band.pitch > MAX_STRIDE:
         return (
-            f"rows are {band.pitch} bytes apart, and an interleaved key can hold at most {MAX_STRIDE}: use fewer heads, "
+            f"rows are {band.pitch} bytes apart, and an interleaved key holds at most {MAX_STRIDE}: use fewer heads, "
             "a smaller head dimension or element, or the p2p route"
         )
     if band.strided and band.rows > 0xFFFFFFFF:
