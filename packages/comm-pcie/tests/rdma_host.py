@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib.util
 import json
 import os
+import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +28,17 @@ from comm_core.jit.cache import Artifact
 from comm_core.plugins.hookspecs import API_VERSION, hookimpl
 from comm_core.transport.interface import Verdict
 from comm_core.windows.launch import WINDOWS
+from comm_pcie import ExperimentalWarning
 from comm_pcie.rdma.engine import LoadedVerbs, load_verbs
 from comm_pcie.rdma.module import RDMA
 from comm_pcie.rdma.port import HostPort, PortArguments
 from comm_pcie.rdma.session import RdmaSession
 from comm_pcie.transport import Modules, PcieTransport
+
+_SPEC = importlib.util.spec_from_file_location("pcie_rdma_emulator", Path(__file__).with_name("emulator.py"))
+assert _SPEC is not None and _SPEC.loader is not None
+emulator = sys.modules.setdefault(_SPEC.name, importlib.util.module_from_spec(_SPEC))
+_SPEC.loader.exec_module(emulator)
 
 VARIABLE = "TEST_RDMA"
 CPU = torch.device("cpu")
@@ -69,6 +78,27 @@ def told() -> Setup:
 
 def loaded(spec: Any, path: str) -> Module:
     return Module(spec, Artifact(spec.name, "host", Path(path), {"archs": []}, {}))
+
+
+class Fabric:
+    """An emulated fabric with a NIC for each of eight ranks, and what the ranks are told of it."""
+
+    def __init__(self, libraries: dict[str, str], folder: Path, **nics: Any) -> None:
+        self.world = emulator.World(Path(libraries["emulator"]), folder / "fabric", emulator.nics(8, **nics))
+        self.setup = Setup(
+            **libraries,
+            route="rdma",
+            gids=[emulator.gid(f"10.0.0.{rank + 1}").hex() for rank in range(8)],
+            gid_indices=[0] * 8,
+            numa_nodes=[rank // 4 for rank in range(8)],
+        )
+
+    def environment(self, **changes: Any) -> dict[str, str]:
+        """What the ranks get; upper case is a variable, lower case a field of the set-up."""
+        fields = {name: value for name, value in changes.items() if name.islower()}
+        variables = {name: str(value) for name, value in changes.items() if not name.islower()}
+        told = json.dumps(asdict(replace(self.setup, **fields)))
+        return {VARIABLE: told, "COMM_TIMEOUT_S": "30", **self.world.environment, **variables}
 
 
 class HostTransport(PcieTransport):
@@ -111,7 +141,7 @@ class HostTransport(PcieTransport):
         # The emulator may hold bytes back that have arrived, until it is told to show them.
         library = ctypes.CDLL(told().emulator)
         arguments = PortArguments("", request.timeout_s, _env.on_stall() == "poison")
-        return HostPort(stages, modules.windows, arguments, library.verbs_emulator_flush)
+        return HostPort(stages, modules.windows, arguments, library.emu_flush)
 
 
 @contextlib.contextmanager
@@ -127,7 +157,10 @@ def installed(make: Callable[[], PcieTransport] = HostTransport) -> Iterator[Non
 
     plugins.register("rdma under test", Plugin())
     try:
-        yield
+        # What it warns of is tested where it is the subject.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ExperimentalWarning)
+            yield
     finally:
         plugins.unregister("rdma under test")
 

@@ -342,7 +342,7 @@ class WindowSession(TransportSession):
             f"{outputs} and the communicator is broken on every rank"
         )
 
-    def give_up(self, waited_for: int) -> None:
+    def give_up(self, waited_for: int, reporter: int | None = None) -> None:
         """Break the session on every rank from the host, as a kernel does that has waited too long. Local.
 
         Kernels of the peers that wait end at once, their later calls raise. Called where something else than a kernel
@@ -350,8 +350,10 @@ class WindowSession(TransportSession):
 
         Args:
             waited_for: the group rank that is to be named.
+            reporter: the group rank that has given up first, where this one only passes it on.
         """
-        word = torch.tensor([abort_code(self._group.rank, waited_for) - (1 << 32)], dtype=torch.int32)
+        first = self._group.rank if reporter is None else reporter
+        word = torch.tensor([abort_code(first, waited_for) - (1 << 32)], dtype=torch.int32)
         code = word.view(torch.uint8)
         if self._device.type != "cuda":
             for address in self._struct.signals:

@@ -36,9 +36,10 @@ class AbortWords:
         """Of this rank's own word."""
         self._words = [ctypes.c_uint32.from_address(address) for address in mapped.addresses]
 
-    def publish(self, waited_for: int) -> None:
+    def publish(self, waited_for: int, reporter: int | None = None) -> None:
         """Tell every rank that this one has given up on `waited_for`, or what it was told itself before."""
-        code = self._words[self._rank].value or abort_code(self._rank, waited_for)
+        first = self._rank if reporter is None else reporter
+        code = self._words[self._rank].value or abort_code(first, waited_for)
         for word in self._words:
             if not word.value:
                 word.value = code

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import resource
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, NamedTuple, cast
 
+from comm_core.errors import TransportError
 from comm_pcie.rdma.engine import RdmaEngine, RegisteredPair
 from comm_pcie.rdma.port import DevicePort
 
@@ -81,8 +85,22 @@ def register(stages: Transaction, port: DevicePort, engine: RdmaEngine, nbytes: 
         with ExitStack() as descriptors:
             output = descriptors.enter_context(port.describe(window.address, half))
             landing = descriptors.enter_context(port.describe(window.address + half, half))
-            return engine.register(output=output, landing=landing)
+            try:
+                return engine.register(output=output, landing=landing)
+            except TransportError as error:
+                raise TransportError(f"{error}{_memlock(str(error), 2 * half)}") from error
 
     pair, records = stages.step_shared(f"register {what}", make, lambda made: made.record, RegisteredPair.close)
     stages.step(f"attach {what}", lambda: pair.attach(cast("Sequence[JsonObject | None]", records)))
     return RegisteredOutput(window, nbytes, half, pair)
+
+
+def _memlock(text: str, nbytes: int) -> str:
+    """Return what to do where memory can't be locked: the usual limit is a few MiB, and says only "out of memory"."""
+    if os.strerror(errno.ENOMEM) not in text:
+        return ""
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    allowed = "any number of" if limit == resource.RLIM_INFINITY else str(limit)
+    return (
+        f". This process may lock {allowed} bytes of memory (ulimit -l), and this registration alone needs {nbytes}"
+    )

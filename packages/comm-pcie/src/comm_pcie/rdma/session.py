@@ -148,7 +148,12 @@ class RdmaSession(TransportSession):
             PeerStalledError: a rank did not come or has given up; it is named.
             TransportError: the NIC failed.
         """
-        self.check()
+        try:
+            self.check()
+        except TransportError:
+            # What the caller takes for a result must not look like one.
+            self._spoil(self._outputs.get(destination.data_ptr()))
+            raise
         output, geometry = self._admitted(plan, sources[0], destination)
         self.run(plan, geometry, sources[0], output)
 
@@ -204,13 +209,9 @@ class RdmaSession(TransportSession):
         if outcome.ok:
             return
         rank = self._group.rank
-        told = self._words.told() if outcome.kind is Kind.ABORTED else None
+        told = self._told() if outcome.kind is Kind.ABORTED else None
         if told is not None:
-            raise PeerStalledError(
-                f"rank {rank} was told that rank {told[0]} gave up on rank {told[1]} (exchange {self._epoch})",
-                told[1],
-                told[0],
-            )
+            raise told
         if outcome.kind is Kind.DEADLINE:
             raise PeerStalledError(
                 f"rank {rank} gave up waiting for rank {outcome.peer} (exchange {self._epoch}) after "
@@ -222,18 +223,31 @@ class RdmaSession(TransportSession):
 
     # Failures
 
+    def _told(self) -> PeerStalledError | None:
+        """Return the error of an abort that another rank's host has started, or None."""
+        told = self._words.told()
+        if told is None:
+            return None
+        reporter, waited_for = told
+        why = "failed" if reporter == waited_for else f"gave up on rank {waited_for}"
+        where = f"exchange {self._epoch} of this session"
+        text = f"rank {self._group.rank} was told that rank {reporter} {why} ({where})"
+        return PeerStalledError(text, waited_for, reporter)
+
     def _broken(self, plan: Plan, error: BaseException, output: RegisteredOutput | None) -> BaseException:
         """Break the session on all ranks and return what this rank raises."""
         rank = self._group.rank
-        waited_for = rank
+        waited_for, reporter = rank, rank
         if isinstance(error, PeerStalledError):
-            waited_for = error.waited_for
+            # A kernel that was stopped knows less than the hosts have told each other.
+            error = self._told() or error
+            waited_for, reporter = error.waited_for, error.reporter
         elif isinstance(error, _NicError) and error.peer >= 0:
             waited_for = error.peer
         text = f"{plan.operation} over {self.route!r}: {describe(error)}"
         steps = (
-            ("tell the hosts", lambda: self._words.publish(waited_for)),
-            ("tell the kernels", lambda: self._port.windows.give_up(waited_for)),
+            ("tell the hosts", lambda: self._words.publish(waited_for, reporter)),
+            ("tell the kernels", lambda: self._port.windows.give_up(waited_for, reporter)),
             ("stop the NIC", self._quiesce),
             ("spoil the output", lambda: self._spoil(output)),
         )
@@ -276,18 +290,17 @@ class RdmaSession(TransportSession):
             raise self._failure
         if self._closed:
             return
-        told = self._words.told()
-        if told is None:
-            self._port.windows.check()
-            problem = self._engine.problem
-            if not problem:
-                return
-            error: TransportError = _NicError(f"rank {self._group.rank}: its NIC failed: {problem}", -1)
-        else:
-            error = PeerStalledError(
-                f"rank {self._group.rank} was told that rank {told[0]} gave up on rank {told[1]}", told[1], told[0]
-            )
-        raise self._broken(_NO_CALL, error, None) from None
+        error: TransportError | None = self._told()
+        if error is None:
+            try:
+                self._port.windows.check()
+            except PeerStalledError as stalled:
+                error = stalled
+        problem = "" if error is not None else self._engine.problem
+        if problem:
+            error = _NicError(f"rank {self._group.rank}: its NIC failed: {problem}", -1)
+        if error is not None:
+            raise self._broken(_NO_CALL, error, None) from None
 
     # The rest of the interface
 
