@@ -25,14 +25,17 @@ from comm_core import UlyssesCommunicator, plugins
 from comm_core._json import JsonObject
 from comm_core.jit import Module
 from comm_core.jit.cache import Artifact
+from comm_core.memory.peer import HOST
 from comm_core.plugins.hookspecs import API_VERSION, hookimpl
 from comm_core.transport.interface import Verdict
 from comm_core.windows.launch import WINDOWS
 from comm_pcie import ExperimentalWarning
+from comm_pcie.exchange import EXCHANGE
 from comm_pcie.rdma.engine import LoadedVerbs, load_verbs
 from comm_pcie.rdma.module import RDMA
 from comm_pcie.rdma.port import HostPort, PortArguments
 from comm_pcie.rdma.session import RdmaSession
+from comm_pcie.session import PcieSession
 from comm_pcie.transport import Modules, PcieTransport
 
 _SPEC = importlib.util.spec_from_file_location("pcie_rdma_emulator", Path(__file__).with_name("emulator.py"))
@@ -55,6 +58,8 @@ class Setup:
         emulator: the emulator.
         route: ``"rdma"`` or ``"hybrid"``.
         requested: as `COMM_ULYSSES_PCIE_ROUTE`.
+        nics: of each rank; empty for one after the other.
+        exchange: the module of the peer-to-peer route, compiled for the host, for tests that fall back to it.
         gids: of each rank's NIC in hex digits.
         gid_indices: of each rank's NIC.
         numa_nodes: of each rank.
@@ -69,6 +74,7 @@ class Setup:
     numa_nodes: Sequence[int]
     requested: str = ""
     nics: Sequence[str] = field(default_factory=tuple)
+    exchange: str = ""
 
 
 def told() -> Setup:
@@ -101,6 +107,11 @@ class Fabric:
         return {VARIABLE: told, "COMM_TIMEOUT_S": "30", **self.world.environment, **variables}
 
 
+class _HostCopies(PcieSession):
+    def _stream(self) -> int:
+        return 0
+
+
 class HostTransport(PcieTransport):
     """The transport ``pcie`` for CPU tensors with a route over NICs, whatever this machine has."""
 
@@ -130,6 +141,17 @@ class HostTransport(PcieTransport):
         windows = loaded(WINDOWS, told().windows)
         return Modules(windows, windows)
 
+    def _open_p2p(self, stages: Any, request: Any, agreed: Any, device: Any, modules: Modules) -> Any:
+        return _HostCopies(
+            stages,
+            modules.windows,
+            loaded(EXCHANGE, told().exchange),
+            device,
+            form=HOST,
+            timeout_s=request.timeout_s,
+            blocks_per_peer=1,
+        )
+
     def load_verbs(self, device: torch.device) -> LoadedVerbs:
         return load_verbs(module=loaded(RDMA, told().engine))
 
@@ -142,6 +164,23 @@ class HostTransport(PcieTransport):
         library = ctypes.CDLL(told().emulator)
         arguments = PortArguments("", request.timeout_s, _env.on_stall() == "poison")
         return HostPort(stages, modules.windows, arguments, library.emu_flush)
+
+
+class RealNicTransport(HostTransport):
+    """The same over the NICs of this machine."""
+
+    def make_port(
+        self, request: Any, agreed: Any, device: Any, modules: Modules, form: str, stages: Any, api: Any
+    ) -> HostPort:
+        # The host sees what a NIC has written as soon as it sees the completion.
+        return HostPort(stages, modules.windows, PortArguments("", request.timeout_s, True), lambda: None)
+
+
+def required(config: Any) -> bool:
+    """Whether the caller of pytest has set ``COMM_REQUIRE_RDMA=1`` (the kit removes such variables for the tests)."""
+    from comm_core.testing import plugin
+
+    return config.stash[plugin._removed].get("COMM_REQUIRE_RDMA") == "1"
 
 
 @contextlib.contextmanager

@@ -7,15 +7,24 @@ region, key, queue pair is left, and every fault that was ordered has happened.
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from comm_core.errors import CommError, JointError, PeerStalledError, TransportError, UlyssesBackendError
+from comm_core.errors import (
+    CommError,
+    GroupTimeoutError,
+    JointError,
+    PeerStalledError,
+    TransportError,
+    UlyssesBackendError,
+)
 from comm_core.testing import reference
 from comm_core.testing.ranks import RankPool
 from comm_core.testing.reference import assert_same_bits, make_input
@@ -121,6 +130,36 @@ def test_a_wrong_byte_in_the_self_test_refuses_the_route_everywhere(ranks: RankP
     assert (
         found[0] == found[1] and "bytes are wrong, the first at" in found[0] and "self-test of the NICs" in found[0]
     )
+
+
+def falls_back(group: Any) -> tuple[str, str, list[str]]:
+    """Open with a preference, and exchange by what is left."""
+    from comm_pcie import RouteWarning
+    from comm_pcie import warnings as given
+
+    given._given.clear()
+    with host.installed(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with host.communicator(group) as comm:
+            x, out, expected = example(comm)
+            assert_same_bits(comm.scatter_heads(x, out=out), expected)
+            told = [str(item.message) for item in caught if item.category is RouteWarning]
+            return str(comm.transport), str(comm.fallback_reason), told
+
+
+@pytest.mark.parametrize("requested", ["prefer-rdma", "auto"])
+def test_a_preferred_route_that_can_not_be_opened_gives_way_to_copies(
+    ranks: RankPool, fabric: Any, modules: Any, requested: str
+) -> None:
+    """On all ranks together, with a warning and the reason; what the attempt had opened is closed."""
+    fabric.world.rule("fail verb=reg_mr nic=mlx5_1 value=95 count=1")
+    env = fabric.environment(requested=requested, exchange=str(modules.exchange.artifact.path))
+    found = ranks.run(falls_back, ranks=2, env=env)
+    assert found[0] == found[1]
+    transport, reason, warned = found[0]
+    assert transport == "p2p" and "register self-test: rank 1" in reason and "Operation not supported" in reason
+    assert len(warned) == 1 and "using route 'p2p'" in warned[0] and "rank 1" in warned[0]
+    assert fabric.world.counters()["write_imm"] == 0
 
 
 # Calls
@@ -401,4 +440,37 @@ def test_memory_that_a_nic_holds_on_to_is_leaked_on_purpose(
     # As a caller must: these processes go, and with them what they hold.
     ranks.kill()
     fabric.world.reap()
+    fabric.world.close()
+
+
+def dies(group: Any, culprit: int) -> tuple[str, int, str]:
+    with host.installed():
+        comm = host.communicator(group)
+        session = host.session_of(comm)
+        x, out, _ = example(comm)
+        exchanged(comm, 1)
+        session.barrier()
+        if comm.rank == culprit:
+            session._port.flush = lambda: os._exit(7)
+        with pytest.raises(PeerStalledError) as stalled:
+            comm.scatter_heads(x, out=out)
+        with pytest.raises(GroupTimeoutError) as missing:
+            comm.close(1)
+        assert session.teardown_safe and comm._closed
+        return str(stalled.value), stalled.value.waited_for, str(missing.value)
+
+
+def test_a_process_that_dies_is_named_and_what_it_may_write_is_kept(
+    ranks: RankPool, rdma_libraries: dict[str, str], tmp_path: Path
+) -> None:
+    """After its bytes had arrived: the others wait for it at the closing barrier, then close by themselves."""
+    fabric = host.Fabric(rdma_libraries, tmp_path)
+    env = fabric.environment(COMM_TIMEOUT_S="1")
+    outcomes = ranks.run_outcomes(dies, 1, ranks=4, env=env)
+    assert [outcome.kind for outcome in outcomes] == ["value", "died", "value", "value"], outcomes
+    for outcome in (outcomes[0], outcomes[2], outcomes[3]):
+        text, waited_for, closing = outcome.value
+        assert waited_for == 1 and "rank 1" in text and "no word from rank 1" in closing and "are kept" in closing
+    # The queue pairs and registrations of those that are left are gone; the kernel takes those of the dead one.
+    assert fabric.world.reap() == 1
     fabric.world.close()
