@@ -6,9 +6,9 @@
         loaded = load_verbs(module=emulator.engine_module(folder))
         world.rule("drop verb=write_imm nic=mlx5_0 after=1")
 
-A rule is ``ACTION verb=V [nic=N] [peer=N] [value=K] [after=K] [count=K]``: it fires for the calls that it selects, after
-`after` of them, `count` times (0: always). Closing a world fails the test where a rule did not fire, or where an object
-was left behind, unless the test says that it expects that.
+A rule is ``ACTION verb=V [nic=N] [peer=N] [value=K] [after=K] [count=K]``: it fires for the calls that it selects,
+after `after` of them, `count` times (0: always). Closing a world fails the test where a rule did not fire, or where an
+object was left behind, unless the test says that it expects that.
 """
 
 from __future__ import annotations
@@ -77,12 +77,22 @@ def _compile(output: Path, sources: Sequence[Path], includes: Sequence[str], fla
     subprocess.run(command, check=True, timeout=_SECONDS)
 
 
+def session_folder(factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of this test session where the emulator and the engine are built once for all test files."""
+    folder = factory.getbasetemp() / "rdma"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
 def build(folder: Path, *flags: str) -> Path:
     """Build the emulator in `folder` and return its path; skips the test where the headers are missing."""
     require_headers()
     library = folder / "libverbs_emulator.so"
     if not library.exists():
-        _compile(library, sorted(SOURCES.glob("*.cpp")), [], ["-fvisibility=hidden", *flags])
+        # As one file: most of the time would go into the same headers again.
+        whole = folder / "verbs_emulator.cpp"
+        whole.write_text("".join(f'#include "{path}"\n' for path in sorted(SOURCES.glob("*.cpp"))), encoding="utf-8")
+        _compile(library, [whole], [], ["-fvisibility=hidden", *flags])
     return library
 
 

@@ -6,6 +6,8 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
+
 #include "memory.h"
 #include "objects.h"
 
@@ -14,17 +16,6 @@ namespace emu {
 namespace {
 
 ibv_device devices[kNics];
-
-int fail(int error) {
-  errno = error;
-  return error;
-}
-
-template <typename Pointer>
-Pointer fail_null(int error) {
-  errno = error;
-  return nullptr;
-}
 
 int nic_of(const ibv_device* device) { return static_cast<int>(device - devices); }
 
@@ -206,8 +197,8 @@ EXPORT int ibv_close_device(ibv_context* context) {
     for (const emu::Pd& pd : own->shared->pds)
       if (pd.used && pd.context == own->slot)
         return fail(emu::refuse(EBUSY, "a device is closed that has protection domains")), -1;
-    for (const emu::Cq& cq : own->shared->cqs)
-      if (cq.used && cq.context == own->slot)
+    for (const auto& item : own->cqs)
+      if (own->shared->cqs[item.first].used)
         return fail(emu::refuse(EBUSY, "a device is closed that has completion queues")), -1;
     own->shared->contexts[own->slot].used = 0;
     emu::remember(own, false);
@@ -406,6 +397,7 @@ EXPORT ibv_cq* ibv_create_cq(ibv_context* context, int entries, void* cq_context
   if (slot < 0) return fail_null<ibv_cq*>(ENOMEM);
   emu::Cq& cq = own->shared->cqs[slot];
   cq.used = 1;
+  own->shared->cqs_high = std::max(own->shared->cqs_high, static_cast<uint32_t>(slot) + 1);
   cq.context = own->slot;
   cq.capacity = static_cast<uint32_t>(entries);
   cq.overflowed = cq.users = 0;

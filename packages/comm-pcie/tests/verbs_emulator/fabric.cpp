@@ -15,8 +15,6 @@
 #include <sstream>
 #include <string>
 
-#define EXPORT extern "C" __attribute__((visibility("default")))
-
 namespace emu {
 
 namespace {

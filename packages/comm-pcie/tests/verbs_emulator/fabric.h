@@ -12,6 +12,8 @@
 #include <stdint.h>
 #include <sys/types.h>
 
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
 namespace emu {
 
 constexpr uint32_t kMagic = 0x656d7531;
@@ -163,6 +165,7 @@ struct Fabric {
   pthread_mutex_t lock;
   uint32_t copies;  // 0: everything but the bytes
   uint32_t num_nics, generation;
+  uint32_t qps_high, cqs_high;  // slots from here on were never used, and are never looked at
   Nic nics[kNics];
   Context contexts[kContexts];
   Pd pds[kPds];

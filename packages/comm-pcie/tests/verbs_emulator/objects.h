@@ -2,6 +2,7 @@
 #ifndef VERBS_EMULATOR_OBJECTS_H_
 #define VERBS_EMULATOR_OBJECTS_H_
 
+#include <errno.h>
 #include <infiniband/mlx5dv.h>
 #include <infiniband/verbs.h>
 
@@ -13,8 +14,6 @@
 
 #undef ibv_query_port
 #undef ibv_reg_mr
-
-#define EXPORT extern "C" __attribute__((visibility("default")))
 
 namespace emu {
 
@@ -110,6 +109,18 @@ int take_slot(Item (&items)[kCount]) {
   for (size_t slot = 0; slot < kCount; ++slot)
     if (!items[slot].used) return static_cast<int>(slot);
   return -1;
+}
+
+// What a call returns that fails: the number, or null, and the number in errno.
+inline int fail(int error) {
+  errno = error;
+  return error;
+}
+
+template <typename Pointer>
+Pointer fail_null(int error) {
+  errno = error;
+  return nullptr;
 }
 
 // A new number for the key in `slot`: one that was destroyed is not the next one's.

@@ -3,6 +3,8 @@
 #include <string.h>
 #include <unistd.h>
 
+#include <algorithm>
+
 #include "objects.h"
 
 namespace emu {
@@ -12,12 +14,6 @@ namespace {
 constexpr uint64_t kOps = IBV_QP_EX_WITH_RDMA_WRITE | IBV_QP_EX_WITH_RDMA_WRITE_WITH_IMM;
 constexpr uint64_t kMlx5Ops =
     MLX5DV_QP_EX_WITH_MR_INTERLEAVED | MLX5DV_QP_EX_WITH_MR_LIST | MLX5DV_QP_EX_WITH_MKEY_CONFIGURE;
-
-template <typename Pointer>
-Pointer fail_null(int error) {
-  errno = error;
-  return nullptr;
-}
 
 struct Step {
   uint32_t from, to;
@@ -125,6 +121,7 @@ ibv_qp* create_qp(LocalContext* context, ibv_qp_init_attr_ex* attr, mlx5dv_qp_in
   Qp& qp = shared->qps[slot];
   memset(&qp, 0, offsetof(Qp, receives));
   qp.used = 1;
+  shared->qps_high = std::max(shared->qps_high, static_cast<uint32_t>(slot) + 1);
   // Never the number of one that was destroyed a moment ago; its slot is in the low bits.
   qp.qpn = (((++shared->generation & 0xfff) + 1) << 10 | static_cast<uint32_t>(slot)) & 0xffffff;
   qp.nic = context->nic;

@@ -88,8 +88,8 @@ EXPORT int emu_alive(int32_t out[6]) {
   for (const emu::Pd& item : shared->pds) out[1] += item.used != 0;
   for (const emu::Key& item : shared->keys)
     out[item.kind == emu::kRegion ? 2 : 3] += item.used != 0;
-  for (const emu::Cq& item : shared->cqs) out[4] += item.used != 0;
-  for (const emu::Qp& item : shared->qps) out[5] += item.used != 0;
+  for (uint32_t slot = 0; slot < shared->cqs_high; ++slot) out[4] += shared->cqs[slot].used != 0;
+  for (uint32_t slot = 0; slot < shared->qps_high; ++slot) out[5] += shared->qps[slot].used != 0;
   return 0;
 }
 
@@ -129,10 +129,10 @@ EXPORT int emu_reap() {
     emu::Context& context = shared->contexts[slot];
     if (!context.used || kill(context.pid, 0) == 0 || errno != ESRCH) continue;
     ++count;
-    for (emu::Qp& qp : shared->qps)
-      if (qp.used && qp.context == slot) qp.used = 0;
-    for (emu::Cq& cq : shared->cqs)
-      if (cq.used && cq.context == slot) cq.used = 0;
+    for (uint32_t qp_idx = 0; qp_idx < shared->qps_high; ++qp_idx)
+      if (shared->qps[qp_idx].context == slot) shared->qps[qp_idx].used = 0;
+    for (uint32_t cq_idx = 0; cq_idx < shared->cqs_high; ++cq_idx)
+      if (shared->cqs[cq_idx].context == slot) shared->cqs[cq_idx].used = 0;
     for (emu::Key& key : shared->keys)
       if (key.used && shared->pds[key.pd].context == slot) key.used = 0;
     for (emu::Pd& pd : shared->pds)
@@ -200,7 +200,7 @@ EXPORT int emu_event(const char* nic_name, uint32_t type) {
     int32_t about = -1;
     if (type == IBV_EVENT_QP_FATAL || type == IBV_EVENT_QP_REQ_ERR ||
         type == IBV_EVENT_QP_ACCESS_ERR) {
-      for (uint32_t qp_idx = 0; qp_idx < emu::kQps && about < 0; ++qp_idx)
+      for (uint32_t qp_idx = 0; qp_idx < shared->qps_high && about < 0; ++qp_idx)
         if (shared->qps[qp_idx].used && shared->qps[qp_idx].context == slot)
           about = static_cast<int32_t>(qp_idx);
       if (about < 0) continue;
