@@ -176,13 +176,6 @@ class RealNicTransport(HostTransport):
         return HostPort(stages, modules.windows, PortArguments("", request.timeout_s, True), lambda: None)
 
 
-def required(config: Any) -> bool:
-    """Whether the caller of pytest has set ``COMM_REQUIRE_RDMA=1`` (the kit removes such variables for the tests)."""
-    from comm_core.testing import plugin
-
-    return config.stash[plugin._removed].get("COMM_REQUIRE_RDMA") == "1"
-
-
 @contextlib.contextmanager
 def installed(make: Callable[[], PcieTransport] = HostTransport) -> Iterator[None]:
     """The transport, registered in this process."""
