@@ -95,7 +95,7 @@ STEPS = {
 def test_each_step_of_the_opening_fails_on_all_ranks_or_on_none(
     ranks: RankPool, fabric: Any, verb: str, size: int, rank: int
 ) -> None:
-    """With the failing rank and the step in the text; nothing is left, and the next attempt works."""
+    """C3: with the failing rank and the step in the text; nothing is left, and the next attempt works."""
     fabric.world.rule(f"fail verb={verb} nic=mlx5_{rank} value=12 count=1")
     found = ranks.run(opening, ranks=size, env=fabric.environment())
     assert len({text for text, _ in found}) == 1
@@ -126,6 +126,7 @@ def wrong_self_test(group: Any, culprit: int) -> str:
 
 
 def test_a_wrong_byte_in_the_self_test_refuses_the_route_everywhere(ranks: RankPool, fabric: Any) -> None:
+    """C4: what every peer has sent is compared, over the path of calls, by value."""
     found = ranks.run(wrong_self_test, 1, ranks=2, env=fabric.environment())
     assert (
         found[0] == found[1] and "bytes are wrong, the first at" in found[0] and "self-test of the NICs" in found[0]
@@ -241,7 +242,7 @@ def breaking(group: Any, phase: str, culprit: int) -> dict[str, Any]:
 def test_a_failure_in_each_phase_of_a_call_ends_it_everywhere(
     ranks: RankPool, fabric: Any, phase: str, size: int, culprit: int
 ) -> None:
-    """The sticky abort reaches ranks in polls and in barriers at once; outputs are poisoned; close works after it."""
+    """C8: the sticky abort reaches ranks in polls and in barriers at once; outputs are poisoned; close works after it."""
     found = ranks.run(breaking, phase, culprit, ranks=size, env=fabric.environment())
     for rank, outcome in enumerate(found):
         assert outcome["kinds"][1] != "ok" and outcome["seconds"] < AT_ONCE_S and outcome["safe"], outcome

@@ -192,7 +192,7 @@ def at_the_edge(group: Any) -> list[str]:
 
 
 def test_rows_too_far_apart_are_refused_on_all_ranks_and_nothing_is_sent(ranks: RankPool, fabric: Any) -> None:
-    """The emulator cuts a pitch to 16 bits as the hardware does: a missing guard would be wrong bytes."""
+    """C8: the emulator cuts a pitch to 16 bits as the hardware does: a missing guard would be wrong bytes."""
     found = ranks.run(at_the_edge, ranks=2, env=fabric.environment())
     # The same on both, but for whom each would have sent to.
     assert [text.partition(": rows")[2] for text in found[0]] == [text.partition(": rows")[2] for text in found[1]]
@@ -242,7 +242,7 @@ def capacity(group: Any) -> None:
 
 
 def test_refusals_send_nothing_and_break_nothing(ranks: RankPool, fabric: Any) -> None:
-    """One batch, outputs and buffers by exact address, capacity: refused before anything is communicated."""
+    """C8: one batch, buffers by exact address, capacity: refused by what is equal on all ranks, with nothing sent."""
     ranks.run(capacity, ranks=2, env=fabric.environment())
 
 
