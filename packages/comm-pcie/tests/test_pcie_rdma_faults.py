@@ -1,4 +1,4 @@
-"""The engine of the RDMA routes when things go wrong: what it says, whom it names, and that nothing is left or lost."""
+"""The engine of the RDMA routes when things go wrong: what it says, whom it names, and that nothing is left."""
 
 from __future__ import annotations
 
@@ -437,9 +437,9 @@ def test_a_nic_that_can_not_be_used(
     library: Path, tmp_path: Path, api: VerbsApi, changes: dict[str, Any], index: int, text: str
 ) -> None:
     (nic,) = emulator.nics(1)
-    with emulator.World(library, tmp_path / "fabric", [nic._replace(**changes)]):
-        with pytest.raises(UnsupportedError, match=text):
-            RdmaEngine(api, nic="mlx5_0", gid_index=index, rank=0, world_size=2)
+    world = emulator.World(library, tmp_path / "fabric", [nic._replace(**changes)])
+    with world, pytest.raises(UnsupportedError, match=text):
+        RdmaEngine(api, nic="mlx5_0", gid_index=index, rank=0, world_size=2)
 
 
 def test_arguments_that_make_no_sense(world: Any, api: VerbsApi) -> None:
