@@ -7,8 +7,8 @@
         world.rule("drop verb=write_imm nic=mlx5_0 after=1")
 
 A rule is ``ACTION verb=V [nic=N] [peer=N] [value=K] [after=K] [count=K]``: it fires for the calls that it selects,
-after `after` of them, `count` times (0: always). Closing a world fails the test where a rule did not fire, or where an
-object was left behind, unless the test says that it expects that.
+after `after` of them, `count` times (0: always). Closing a world fails the test where a rule did not fire, or where
+an object was left behind, unless the test says that it expects that.
 """
 
 from __future__ import annotations

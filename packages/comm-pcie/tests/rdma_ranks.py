@@ -1,7 +1,7 @@
 """Ranks with an engine each in one process, as threads, over the verbs emulator; and what exchanges must do.
 
-The geometries are written down here once more, from the definition of the operations and not from the package: a rank's
-share of the heads, rank after rank.
+The geometries are written down here once more, from the definition of the operations and not from the package: a
+rank's share of the heads, rank after rank.
 """
 
 from __future__ import annotations

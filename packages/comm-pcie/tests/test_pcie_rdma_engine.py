@@ -264,7 +264,7 @@ def test_the_largest_pitch_works_and_one_more_is_refused(make_world: Any, api: V
             geometry = wide.geometry(rank)
             assert "65535" in problem_of(geometry, {"landing": wide.nbytes, "output": wide.nbytes})
             for call in (lambda: pair.rebind(geometry, LONG), lambda: pair.exchange(geometry, 9, LONG)):  # noqa: B023
-                with pytest.raises(ArgumentValueError, match="at most 65535|holds at most"):
+                with pytest.raises(ArgumentValueError, match=r"holds at most"):
                     call()
         assert world.counters() == before
         # Contiguous bytes have no pitch.
@@ -321,7 +321,7 @@ def test_what_is_not_bound_or_attached_is_refused(make_world: Any, api: VerbsApi
         chunks = Shape("exchange_chunks", 3, 1, 8)
         with pytest.raises(ArgumentValueError, match="not attached"):
             fresh.exchange(chunks.geometry(0), 1, LONG)
-        with pytest.raises(ArgumentValueError, match="has 1024 bytes|outputs of one"):
+        with pytest.raises(ArgumentValueError, match="has 1024 bytes"):
             fresh.attach([None, *(other.record for other in ranks.pairs[1:])])
         fresh.close()
         for broken in (
@@ -382,7 +382,7 @@ def test_the_interpreter_runs_while_an_exchange_waits(make_world: Any, api: Verb
 
 
 def test_posting_and_polling_cost_little(make_world: Any, api: VerbsApi) -> None:
-    """20 µs for seven peers is the goal (``rdma_cost.py`` prints the figure); a loaded machine gets ten times that."""
+    """The goal is 20 µs for seven peers (``rdma_cost.py`` prints it); a loaded machine gets ten times that."""
     make_world(1, copies=False)
     shape = Shape("scatter_heads", 8, 256, 1024)
     engine, pair, _ = ranks_of.loopback(api, shape.nbytes)

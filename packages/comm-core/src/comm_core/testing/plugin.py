@@ -164,7 +164,7 @@ def _stacks() -> str:
 
 @pytest.fixture(scope="session")
 def shell_environment(pytestconfig: pytest.Config) -> dict[str, str]:
-    """Return the ``COMM_*`` variables of the caller's shell, such as ``COMM_REQUIRE_RDMA``; tests run without them."""
+    """Return the ``COMM_*`` variables of the caller's shell, as ``COMM_REQUIRE_RDMA``; tests run without them."""
     return dict(pytestconfig.stash[_removed])
 
 

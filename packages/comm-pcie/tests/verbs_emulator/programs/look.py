@@ -3,6 +3,9 @@
 Run by the interpreter that has pyverbs, with the emulator preloaded; prints one line of JSON.
 """
 
+# pyverbs belongs to another interpreter.
+# pyright: reportMissingImports=false
+
 import json
 import sys
 
