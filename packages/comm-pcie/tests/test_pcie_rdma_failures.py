@@ -242,7 +242,7 @@ def breaking(group: Any, phase: str, culprit: int) -> dict[str, Any]:
 def test_a_failure_in_each_phase_of_a_call_ends_it_everywhere(
     ranks: RankPool, fabric: Any, phase: str, size: int, culprit: int
 ) -> None:
-    """C8: the sticky abort reaches ranks in polls and in barriers at once; outputs are poisoned; close works after it."""
+    """C8: the abort reaches ranks in polls and in barriers at once; outputs are poisoned; close works after it."""
     found = ranks.run(breaking, phase, culprit, ranks=size, env=fabric.environment())
     for rank, outcome in enumerate(found):
         assert outcome["kinds"][1] != "ok" and outcome["seconds"] < AT_ONCE_S and outcome["safe"], outcome
