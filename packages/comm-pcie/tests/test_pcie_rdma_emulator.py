@@ -5,10 +5,13 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import platform
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +163,32 @@ def test_a_rule_that_did_not_fire_fails_the_test(library: Path, tmp_path: Path) 
     made.rule("fail verb=open value=5 count=2")
     with pytest.raises(AssertionError, match=r"did not fire: fail verb=open .*fired 0 times"):
         made.close()
+
+
+@pytest.mark.parametrize("sanitizer", ["thread", "address"])
+def test_engines_and_the_emulator_under_threads(library: Path, tmp_path: Path, sanitizer: str) -> None:
+    """Four ranks, events, somebody who looks and somebody who aborts: no race, no memory that is not theirs."""
+    package = Path(str(resources.files("comm_pcie")))
+    engine = [package / "csrc" / f"rdma_{name}.cpp" for name in ("engine", "exchange", "verbs")]
+    flags = ["g++", "-std=c++17", "-O1", "-g", "-pthread", f"-fsanitize={sanitizer}", *emulator.WARNINGS]
+    includes = [f"-I{resources.files(name) / 'include'}" for name in ("comm_core", "comm_pcie")]
+    runs = []
+    for name, sources, more in (
+        ("libemulator.so", sorted(emulator.SOURCES.glob("*.cpp")), ["-fPIC", "-shared"]),
+        ("threads", [*engine, PROGRAMS / "threads.cpp"], includes),
+    ):
+        # As one file: most of the time would go into the same headers again.
+        whole = tmp_path / f"{name}.cpp"
+        whole.write_text("".join(f'#include "{path}"\n' for path in sources), encoding="utf-8")
+        runs.append(subprocess.Popen([*flags, *more, "-o", str(tmp_path / name), str(whole), "-ldl"]))
+    assert [run.wait(200) for run in runs] == [0, 0]
+    with emulator.World(library, tmp_path / "fabric", emulator.nics(4)) as world:
+        # ThreadSanitizer does not start where the kernel randomizes more than it was made for.
+        fixed = ["setarch", platform.machine(), "-R"] if shutil.which("setarch") else []
+        command = [*fixed, str(tmp_path / "threads"), str(tmp_path / "libemulator.so")]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+        assert (done.returncode, done.stdout, done.stderr) == (0, "ok\n", "")
+        assert world.counters()["executed_writes"] >= 4 * 3 * 40 and world.counters()["events"] > 0
 
 
 def test_nothing_of_it_is_installed() -> None:
