@@ -57,10 +57,10 @@ def world(library: Path, tmp_path: Path) -> Iterator[Any]:
         yield made
 
 
-def preloaded(library: Path, *command: str) -> subprocess.CompletedProcess[str]:
+def preloaded(library: Path, *command: str, **variables: str) -> subprocess.CompletedProcess[str]:
     # Debian's interpreter must not see the packages of this one.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    environment["LD_PRELOAD"] = str(library)
+    environment.update(variables, LD_PRELOAD=str(library))
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=SECONDS)
 
 
@@ -74,6 +74,18 @@ def test_a_program_of_the_real_libraries(program: Path, library: Path, world: An
     done = preloaded(library, str(program), case)
     assert (done.returncode, done.stdout) == (0, "ok\n"), f"{done.stdout}{done.stderr}{world.problem()}"
     world.expect_leaks = True  # the program ends with what it has
+
+
+def test_memory_of_a_device_goes_through_its_driver(program: Path, library: Path, world: Any, tmp_path: Path) -> None:
+    """As on a GPU machine, with a driver that has host memory for a device's: a band is one copy with a pitch."""
+    fake = tmp_path / "libfake_cuda.so"
+    flags = ["-std=c++17", "-O1", "-fPIC", "-shared", *emulator.WARNINGS]
+    subprocess.run(["g++", *flags, "-o", str(fake), str(PROGRAMS / "fake_cuda.cpp")], check=True, timeout=SECONDS)
+    done = preloaded(library, str(program), "band_small", VERBS_EMULATOR_CUDA=str(fake))
+    # Two ends that are described in two ways each, 64 rows.
+    report = "copies 0 2d 4 rows 256 synchronized 4 open 0\n"
+    assert (done.returncode, done.stdout, done.stderr) == (0, "ok\n", report), world.problem()
+    world.expect_leaks = True
 
 
 def test_every_case_is_run(program: Path, library: Path) -> None:
