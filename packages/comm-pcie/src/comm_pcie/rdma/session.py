@@ -105,7 +105,7 @@ class RdmaSession(TransportSession):
         self._parts = parts
         self.route = parts.route
         self._timeout_ns = int(parts.timeout_s * 1e9)
-        self._bound = BoundStream(parts.port.device)
+        self._bound = BoundStream(parts.port.stream)
         self._outputs: dict[int, RegisteredOutput] = {}
         self._teardowns: list[Teardown] = []
         self._epoch = 0
