@@ -14,10 +14,13 @@ if TYPE_CHECKING:
 
     from comm_core.jit import Call, Module
 
-__all__ = ["LIBRARY", "LoadedVerbs", "VerbsApi", "VerbsLibraries", "load_verbs"]
+__all__ = ["LIBRARY", "VARIABLES", "LoadedVerbs", "VerbsApi", "VerbsLibraries", "load_verbs"]
 
 LIBRARY = "COMM_VERBS_LIBRARY"
 """Environment variable: a library that is loaded in place of libibverbs and libmlx5. For tests with an emulator."""
+
+VARIABLES = {LIBRARY: "path of a library that stands in for libibverbs and libmlx5, for tests with an emulator"}
+"""Name -> what it does."""
 
 _ANY_ARCH = ("9.0a",)
 """What the module is built for where no device and no list says: it has no code for a GPU."""
