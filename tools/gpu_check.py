@@ -61,7 +61,7 @@ def target(options: argparse.Namespace, facts: dict[str, Any]) -> Path | None:
     name = f"{report.slug(str(facts['GPU']))}-{facts['GPUs']}x"
     if options.out is not None:
         return Path(options.out) / name
-    return None if options.quick or options.only else RESULTS / name
+    return None if options.quick or options.only or options.packages else RESULTS / name
 
 
 def check(options: argparse.Namespace, folder: Path) -> int:
@@ -71,7 +71,8 @@ def check(options: argparse.Namespace, folder: Path) -> int:
         print("gpu_check: torch sees no CUDA device here, so nothing was tested or measured", file=sys.stderr)
         return _NO_GPU
     print(", ".join(f"{key}: {value}" for key, value in facts.items()), flush=True)
-    context = sections.Context(folder, clean_environment(folder), facts["GPUs"], options.quick)
+    packages = tuple(options.packages)
+    context = sections.Context(folder, clean_environment(folder), facts["GPUs"], options.quick, packages)
     done: list[report.Section] = []
     for name in sections.SECTIONS:
         if options.only and name not in options.only:
@@ -89,6 +90,7 @@ def check(options: argparse.Namespace, folder: Path) -> int:
             print(f"  {goal.name}: {goal.value} {goal.unit} (at most {goal.limit:g}): {goal.verdict}", flush=True)
     words = ["python tools/gpu_check.py", *(["--quick"] if options.quick else [])]
     words += ["--only", *options.only] if options.only else []
+    words += ["--packages", *options.packages] if options.packages else []
     document = {
         "command": " ".join(words),
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
@@ -113,6 +115,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=list(sections.SECTIONS), metavar="PART", default=[],
                         help=f"parts to run: {', '.join(sections.SECTIONS)}")  # fmt: skip
+    parser.add_argument("--packages", nargs="+", choices=sorted(path.name for path in (ROOT / "packages").iterdir()),
+                        metavar="PACKAGE", default=[], help="whose tests to run: folders of packages/")  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="fewer sizes, geometries and repeats")
     parser.add_argument("--out", metavar="FOLDER", help="where the report goes; default: docs/results")
     parser.add_argument("--keep-logs", metavar="FOLDER", help="keep everything that the parts printed")

@@ -335,11 +335,12 @@ def test_a_sanitizer_must_see_a_planted_error_and_nothing_else(
 ):
     (tmp_path / "compute-sanitizer").write_text("#!/bin/sh\n")
     (tmp_path / "compute-sanitizer").chmod(0o755)
-    texts = {"sanitizer, memcheck": memcheck, "sanitizer, a planted error": planted}
+    texts = {"sanitizer, nvlink, 2 ranks, memcheck": memcheck, "sanitizer, a planted error": planted}
 
     def run(self: sections.Context, name: str, command: list[str], timeout_s: float, interrupt_s: float = 0):
         log = tmp_path / f"{name}.log"
-        text = texts.get(name, CLEAN)
+        ranks = int(command[command.index("--ranks") + 1]) if "--ranks" in command else 2
+        text = texts.get(name, "".join(f"rank {rank}: ok\n" for rank in range(2, ranks)) + CLEAN)
         log.write_text(text)
         return processes.Done(9 if "Invalid" in text else 0, 1.0, log)
 

@@ -1,6 +1,7 @@
 """``python -m gpu.sanitizer_case``: ranks that use every kernel of a transport once, for compute-sanitizer.
 
-Rank 0 is the process that is started; it starts the others. All compare what arrives and print ``rank N: ok``.
+The process that is started starts the ranks, with ``--under`` each under a program of its own: a list of words, of
+which ``@N`` is a port and becomes another one for each rank. All compare what arrives and print ``rank N: ok``.
 Without MPS the ranks take turns on the GPU, and a sanitizer makes kernels many times slower: the deadline is scaled
 to that.
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import os
 import subprocess
 import sys
@@ -28,6 +30,8 @@ from comm_core.testing import reference
 dist: Any = importlib.import_module("torch.distributed")
 
 _TIMEOUT_S = "300"
+_PORTS = 20
+"""For one rank and what it starts."""
 
 
 def device_of(rank: int) -> torch.device:
@@ -137,35 +141,48 @@ def plant(rank: int) -> None:
     torch.cuda.synchronize()
 
 
+def start(ranks: int, under: list[str], arguments: list[str]) -> int:
+    """Start the ranks, each under a sanitizer of its own, and return the worst exit code.
+
+    One sanitizer that follows eight ranks and what they start crashes.
+    """
+    timeout = timedelta(seconds=float(_TIMEOUT_S))
+    store: Any = dist.TCPStore("127.0.0.1", 0, None, True, timeout, wait_for_workers=False)
+    started: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank in range(ranks):
+            # Programs under a sanitizer are reached by ports from a given one on, which no other may use.
+            prefix = [str(int(word[1:]) + _PORTS * rank) if word.startswith("@") else word for word in under]
+            command = [*prefix, sys.executable, "-m", "gpu.sanitizer_case", *arguments]
+            command += ["--port", str(store.port), "--rank", str(rank)]
+            started.append(subprocess.Popen(command, stdin=subprocess.DEVNULL))
+        return max(abs(process.wait(float(_TIMEOUT_S))) for process in started)
+    finally:
+        for process in started:
+            if process.poll() is None:
+                process.kill()
+
+
 def main() -> None:
-    """Be a rank."""
+    """Start the ranks, or be one."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plant", action="store_true")
     parser.add_argument("--backend", choices=sorted(_BACKENDS), default="windows")
-    parser.add_argument("--ranks", type=int, default=2, choices=(2, 4, 8))
-    parser.add_argument("--port", type=int, help="of rank 0's store: be another rank")
+    parser.add_argument("--ranks", type=int, default=2, choices=(2, 4, 6, 8))
+    parser.add_argument("--under", type=json.loads, default=[], metavar="JSON", help="what each rank runs under")
+    parser.add_argument("--port", type=int, help="of the store: be a rank")
     parser.add_argument("--rank", type=int, default=0)
     options = parser.parse_args()
     os.environ |= {"COMM_ALLOW_SHARED_GPU": "1", "COMM_TIMEOUT_S": _TIMEOUT_S, "GLOO_SOCKET_IFNAME": "lo"}
-    first = options.port is None
-    store: Any = dist.TCPStore(
-        "127.0.0.1", options.port or 0, None, first, timedelta(seconds=float(_TIMEOUT_S)), wait_for_workers=False
-    )
-    others: list[subprocess.Popen[bytes]] = []
-    if first:
-        again = [sys.executable, "-m", "gpu.sanitizer_case", *sys.argv[1:], "--port", str(store.port), "--rank"]
-        others = [subprocess.Popen([*again, str(rank)], stdin=subprocess.DEVNULL) for rank in range(1, options.ranks)]
-    try:
-        if options.plant:
-            plant(options.rank)
-        else:
-            run_rank(options.rank, options.ranks, store, options.backend)
-        code = max((other.wait(float(_TIMEOUT_S)) for other in others), default=0)
-    finally:
-        for other in others:
-            if other.poll() is None:
-                other.kill()
-    raise SystemExit(code)
+    if options.port is None:
+        arguments = ["--backend", options.backend, "--ranks", str(options.ranks), *["--plant"][: options.plant]]
+        raise SystemExit(start(options.ranks, options.under, arguments))
+    timeout = timedelta(seconds=float(_TIMEOUT_S))
+    store: Any = dist.TCPStore("127.0.0.1", options.port, None, False, timeout)
+    if options.plant:
+        plant(options.rank)
+    else:
+        run_rank(options.rank, options.ranks, store, options.backend)
 
 
 if __name__ == "__main__":

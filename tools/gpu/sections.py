@@ -22,7 +22,7 @@ __all__ = ["SECTIONS", "Context", "sanitizer_errors"]
 
 _SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard")
 _PORT = re.compile(r"--(?:base-)?port\b")
-_FIRST_PORT, _PORTS = 49200, 200
+_FIRST_PORT, _PORTS = 40000, 200
 _BARRIER_GOAL_US = 15.0
 _CALL_GOAL_US = 3.0
 _BUILD_GOAL_S = 10.0
@@ -38,21 +38,23 @@ class Context:
         environment: of its children.
         gpus: how many there are.
         quick: whether to do less.
+        packages: whose tests to run, by the names of their folders; empty for all.
     """
 
     folder: Path
     environment: Mapping[str, str]
     gpus: int
     quick: bool
+    packages: tuple[str, ...] = ()
 
     def changed(self, **changes: str) -> Context:
         """Return it with further variables in the environment."""
         return replace(self, environment={**self.environment, **changes})
 
-    def on_one_gpu(self) -> Context:
-        """Return it with only the first GPU in sight."""
-        first = self.environment.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-        return self.changed(CUDA_VISIBLE_DEVICES=first or "0")
+    def on_one_gpu(self, index: int = 0) -> Context:
+        """Return it with only one GPU in sight: the first, or another of those that are there."""
+        seen = self.environment.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(max(1, self.gpus))))
+        return self.changed(CUDA_VISIBLE_DEVICES=seen.split(",")[index])
 
     def run(self, name: str, command: Sequence[str], timeout_s: float, interrupt_s: float = 0.0) -> Done:
         """Run a command, with what it prints in a file of that name."""
@@ -102,8 +104,11 @@ def _pytest(
         section.fail(f"{name}: no test ran")
 
 
-def _test_folders() -> list[str]:
-    return [str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("packages/*/tests/gpu"))]
+def _test_folders(context: Context) -> list[str]:
+    found = sorted(ROOT.glob("packages/*/tests/gpu"))
+    return [
+        str(path.relative_to(ROOT)) for path in found if not context.packages or path.parts[-3] in context.packages
+    ]
 
 
 def _less(context: Context) -> list[str]:
@@ -123,11 +128,28 @@ def _note_mps(section: Section, service: mps.Mps) -> None:
 def tests(context: Context, section: Section) -> None:
     """Run the tests with all ranks on one GPU."""
     sizes = "2,8" if context.quick else "2,4,6,8"
-    context = context.on_one_gpu()
+    waiting = _test_folders(context)
+    parts = {name: Section(section.name, section.title) for name in waiting}
     with mps.running(context.environment) as service:
         _note_mps(section, service)
         context = replace(context, environment=service.environment).changed(GPU_CHECK_SIZES=sizes)
-        _pytest(context, section, "one GPU", _test_folders(), 110 if context.quick else 300, _KILLS, *_less(context))
+
+        def work(index: int) -> None:
+            # `pop` of a list is one step: no two GPUs get the same package.
+            while waiting:
+                with contextlib.suppress(IndexError):
+                    name = waiting.pop()
+                    limit = 110 if context.quick else 300
+                    what = f"one GPU, {Path(name).parts[-3]}"
+                    _pytest(context.on_one_gpu(index), parts[name], what, [name], limit, _KILLS, *_less(context))
+
+        # Each package has one GPU to itself; several GPUs only make it sooner.
+        with ThreadPoolExecutor(context.gpus) as pool:
+            list(pool.map(work, range(context.gpus)))
+    for part in parts.values():
+        section.tables += part.tables
+        for why in part.why:
+            section.fail(why)
     section.notes += [f"MPS was stopped: {service.stopped}."] if service.stopped.startswith("killed") else []
 
 
@@ -137,11 +159,12 @@ def links(context: Context, section: Section) -> None:
         section.status, section.why = "skipped", ["there is one GPU"]
         return
     sizes = ",".join(map(str, sorted({2, context.gpus, 8})))
-    folders = _test_folders()
-    found = [path for name in _PLAIN for path in sorted(ROOT.glob(f"packages/*/tests/gpu/{name}"))]
+    folders = _test_folders(context)
+    found = [path for name in _PLAIN for folder in folders for path in sorted((ROOT / folder).glob(name))]
     plain = [str(path.relative_to(ROOT)) for path in found]
     # NCCL is tested as it is used: one process on each GPU, no MPS.
-    _pytest(context, section, "torch.distributed", plain, 120)
+    if plain:
+        _pytest(context, section, "torch.distributed", plain, 120)
     with mps.running(context.environment) as service:
         _note_mps(section, service)
         inside = replace(context, environment=service.environment).changed(GPU_CHECK_SIZES=sizes)
@@ -166,55 +189,68 @@ def sanitizer_errors(text: str) -> int | None:
     return sum(found) if found else None
 
 
+_SANITIZED: Mapping[str, tuple[int, ...]] = {"windows": (2, 4, 8), "nvlink": (2, 4, 6, 8), "pcie": (2, 4, 8)}
+"""Case of `gpu.sanitizer_case` -> how many ranks it is run with."""
+_PLANTED = "a planted error"
+
+
+@dataclass(frozen=True)
+class _Sanitized:
+    """A run under the sanitizer."""
+
+    tool: str
+    command: Sequence[str]
+    ranks: int
+
+
 def sanitizer(context: Context, section: Section) -> None:
-    """Run two ranks under compute-sanitizer."""
+    """Run ranks under compute-sanitizer: two, and then more."""
     program = shutil.which("compute-sanitizer", path=context.environment.get("PATH"))
     if program is None:
         section.status, section.why = "skipped", ["compute-sanitizer is not installed"]
         return
     # Allocations of their own size, so that a step past the end of a tensor is one past the end of an allocation.
-    context = context.on_one_gpu().changed(PYTORCH_NO_CUDA_MEMORY_CACHING="1")
+    context = context.changed(PYTORCH_NO_CUDA_MEMORY_CACHING="1")
     case = _module("gpu.sanitizer_case")
     # Alone first: the case itself must pass, and the compiler must not run under the sanitizer.
-    cases = {"windows": case} | {name: [*case, "--backend", name] for name in ("nvlink", "pcie")}
-    for name, command in cases.items():
-        done = context.run(f"sanitizer case, {name} alone", command, 90)
+    for name in _SANITIZED:
+        done = context.on_one_gpu().run(f"sanitizer case, {name} alone", [*case, "--backend", name], 90)
         if done.code != 0 or done.text.count(": ok") != 2:
             section.fail(f"the case of {name} does not pass by itself: {done.verdict}")
             return
-    tools = ["memcheck", "synccheck"] if context.quick else ["memcheck", "synccheck", "racecheck"]
-    runs = {tool: (tool, case) for tool in tools}
-    runs |= {f"{name}, {tool}": (tool, cases[name]) for name in ("nvlink", "pcie") for tool in tools}
-    runs["a planted error"] = ("memcheck", [*case, "--plant"])
-
+    runs = {_PLANTED: _Sanitized("memcheck", [*case, "--plant"], 2)}
+    for name, sizes in _SANITIZED.items():
+        for ranks in sizes[:1] if context.quick else reversed(sizes):
+            for tool in ("memcheck", "synccheck") if context.quick else ("memcheck", "synccheck", "racecheck"):
+                command = [*case, "--backend", name, "--ranks", str(ranks)]
+                runs[f"{name}, {ranks} ranks, {tool}"] = _Sanitized(tool, command, ranks)
     port = _PORT.search(context.run("sanitizer, help", [program, "--help"], 20).text)
 
     def check(number: int, name: str) -> Done:
-        tool, command = runs[name]
-        options = [program, "--tool", tool, "--target-processes", "all", "--error-exitcode", "9"]
-        if tool == "memcheck":
+        options = [program, "--tool", runs[name].tool, "--target-processes", "all", "--error-exitcode", "9"]
+        if runs[name].tool == "memcheck":
             # Libraries ask the driver for entry points that it may not have; what it answers is no error of memory.
             options += ["--report-api-errors", "no"]
-        # Programs under it are reached by ports from this one on; two at the same time must not find each other's.
-        options += [port.group(), str(_FIRST_PORT + _PORTS * number)] if port else []
-        return context.run(f"sanitizer, {name}", [*options, *command], 150)
+        # Two at the same time must not find each other's programs.
+        options += [port.group(), f"@{_FIRST_PORT + _PORTS * number}"] if port else []
+        here = context.on_one_gpu(number % max(1, context.gpus))
+        return here.run(f"sanitizer, {name}", [*runs[name].command, "--under", json.dumps(options)], 280)
 
     # At the same time: most of it is the start of Python and the patching of kernels, on the host.
-    with ThreadPoolExecutor(len(runs) if port else 1) as pool:
+    at_once = max(2, (os.cpu_count() or 1) // 4) if port else 1
+    with ThreadPoolExecutor(at_once) as pool:
         finished = dict(zip(runs, pool.map(check, range(len(runs)), runs), strict=True))
     rows: list[list[Any]] = []
     for name, done in finished.items():
         errors = sanitizer_errors(done.text)
         rows.append([name, errors, round(done.seconds, 1)])
-        if name == "a planted error":
-            # Rank 1 makes it: a sanitizer that does not follow child processes would see nothing.
+        if name == _PLANTED:
+            # Rank 1 makes it: not the first process that is started.
             if not errors or "Invalid __global__ write" not in done.text:
                 section.fail("the sanitizer does not report a planted write out of bounds: its silence means nothing")
-        elif done.code != 0 or errors != 0 or done.text.count(": ok") != 2:
+        elif done.code != 0 or errors != 0 or done.text.count(": ok") != runs[name].ranks:
             section.fail(f"{name}: {errors} errors, {done.verdict}")
-    note = (
-        "Two ranks, each transport by each route: direct and staged outputs, head chunks, a small gather, a barrier."
-    )
+    note = "Each transport by each route: direct and staged outputs, head chunks, a small gather, a barrier."
     section.tables.append(Table("compute-sanitizer", ["run", "errors", "seconds"], rows, note))
 
 

@@ -10,7 +10,7 @@ import pytest
 import comm_nvlink
 from comm_core.testing import cubin
 from comm_core.testing.cuda_modules import CudaModulesContract
-from comm_nvlink import transport
+from comm_nvlink import routes
 from comm_nvlink.launch import ULYSSES
 from comm_nvlink.plugin import plugin
 from comm_nvlink.pool import POOL
@@ -46,6 +46,4 @@ class TestModules(CudaModulesContract):
             warps = int(threads) // 32
             fit = min(65536 // (warps * (-(-item.registers * 32 // 256) * 256)), 48 // warps)
             early = item.arch not in ("sm_80", "sm_89")
-            assert (132 if early else 108) * fit >= (2 if early else 1) * transport._PER_SM * transport._SHARED_SMS, (
-                item
-            )
+            assert (132 if early else 108) * fit >= (2 if early else 1) * routes.PER_SM * routes._SHARED_SMS, item

@@ -10,6 +10,7 @@ import ctypes
 import itertools
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -21,7 +22,7 @@ from comm_core.ulysses import plans
 from comm_core.windows.launch import SessionStruct, WindowStruct
 from comm_core.windows.signals import RECORD_BYTES, SIGNAL_BYTES, Operation, read_stall
 from comm_nvlink.launch import FLAG_BYTES, MAX_PEERS, NO_SOURCES, ULYSSES, Calls, State
-from comm_nvlink.routes import Settings, route
+from comm_nvlink.routes import route, settings
 from comm_nvlink.table import compile_table
 
 __all__ = ["GATHER", "SCATTER", "dispose_ulysses_a2a", "init_ulysses_a2a", "ulysses_a2a", "ulysses_signal_bytes"]
@@ -29,7 +30,6 @@ __all__ = ["GATHER", "SCATTER", "dispose_ulysses_a2a", "init_ulysses_a2a", "ulys
 SCATTER, GATHER = 0, 1
 """What `mode` may be."""
 _SIZES = (2, 4, 6, 8)
-_SENDERS, _COPIERS = 128, 64
 _ONLY_SMS = 1 << 62
 """No exchange has so many bytes that it would use the copy engines, whose destinations nobody agrees on here."""
 
@@ -53,7 +53,9 @@ class _Raw:
         self.capacity = base + nbytes - self.staging
         self.timeout_s = _env.timeout_s()
         self.calls = Calls(jit.load(ULYSSES, device))
-        self.settings = Settings(self.size, _SENDERS // (self.size - 1) * (self.size - 1), _COPIERS, _ONLY_SMS)
+        # Nobody says which ranks share a GPU, so it may be all of them where any may.
+        sharing = self.size if _env.allow_shared_gpu() else 1
+        self.settings = replace(settings(self.size, sharing), engine_bytes=_ONLY_SMS)
         self.tables: dict[Plan, tuple[torch.Tensor, tuple[int, ...]]] = {}
         packed = WindowStruct.pack(self.capacity, staging)
         self.windows = torch.frombuffer(bytearray(packed), dtype=torch.uint8).to(device)
@@ -112,7 +114,8 @@ def init_ulysses_a2a(
             first call of any rank.
         rank: this rank.
         world_size: 2, 4, 6 or 8.
-        full_nvlink: whether all pairs of ranks are connected by NVLink, which the caller has verified.
+        full_nvlink: whether all pairs of ranks are connected by NVLink, which the caller has verified. Ranks that
+            share a GPU, for tests, need ``COMM_ALLOW_SHARED_GPU=1`` on every rank, or their kernels do not fit it.
 
     Returns:
         The handle, an int above 0.

@@ -16,12 +16,22 @@ from typing import Any, TypeAlias, cast
 from comm_core._json import Json, JsonObject
 from comm_core.transport.plan import Copy, Plan
 
-__all__ = ["MAX_CHUNKS", "MAX_SLICES", "Route", "Settings", "Widths", "route"]
+__all__ = ["MAX_CHUNKS", "MAX_SLICES", "PER_SM", "Route", "Settings", "Widths", "route", "settings"]
 
 MAX_SLICES = 224
 """Twin: include/comm_nvlink/ulysses.cuh, kMaxSlices."""
 MAX_CHUNKS = 7
 """Twin: include/comm_nvlink/ulysses.cuh, kMaxChunks."""
+
+PER_SM = 2
+"""Blocks of the exchange kernel that fit a multiprocessor. Twin: its launch bounds in ulysses.cuh."""
+_SMS = 96
+"""Multiprocessors of an exchange on a GPU of its own, of 132 on an H100 or H200, 148 on a B200 and 108 on an A100. A
+third of them copies this rank's own share."""
+_SHARED_SMS = 48
+"""The same for all ranks' kernels that share one GPU: they wait for each other, so all must be on it at once. From
+compute capability 9.0 on the blocks of each rank's next call may be there already, waiting for the current one: twice
+as many."""
 
 Widths: TypeAlias = Mapping[tuple[str, int], int]
 
@@ -72,6 +82,23 @@ class Settings:
             "head_bytes": self.head_bytes,
             "measured": self.measured,
         }
+
+
+def settings(ranks: int, sharing: int, max_sms: int | None = None) -> Settings:
+    """Return how exchanges of a group are divided.
+
+    Args:
+        ranks: of the group.
+        sharing: ranks that share the GPU that has most of them.
+        max_sms: multiprocessors that an exchange may use; None for as many as pay.
+    """
+    sms = _SMS if sharing == 1 else max(_SHARED_SMS // sharing, ranks // PER_SM)
+    blocks = PER_SM * (sms if max_sms is None else min(sms, max_sms))
+    peers = ranks - 1
+    copiers = min(max(1, blocks // 3), blocks - peers) if blocks else 0
+    slices = min(MAX_SLICES, (blocks - copiers) // peers)
+    # Ranks that share a GPU have no link to measure.
+    return Settings(ranks, slices * peers, copiers, measured=sharing == 1)
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,9 @@ from comm_core.memory.peer import AUTO
 from comm_core.topology import predicates
 from comm_core.topology.facts import RankFacts
 from comm_core.transport.interface import ProbeContext, Request, Transport, Verdict
+from comm_nvlink import routes
 from comm_nvlink._version import __version__
-from comm_nvlink.routes import MAX_SLICES, Settings
+from comm_nvlink.routes import PER_SM, Settings
 
 if TYPE_CHECKING:
     import torch
@@ -28,16 +29,6 @@ VARIABLES = {
     "COMM_NVLINK_ENGINE_BYTES": "remote bytes from which on an exchange uses the copy engines, equal on all ranks",
 }
 """Environment variable -> what it does."""
-
-_PER_SM = 2
-"""Blocks of the exchange kernel that fit a multiprocessor. Twin: its launch bounds in ulysses.cuh."""
-_SMS = 96
-"""Multiprocessors of an exchange on a GPU of its own, of 132 on an H100 or H200, 148 on a B200 and 108 on an A100. A
-third of them copies this rank's own share."""
-_SHARED_SMS = 48
-"""The same for all ranks' kernels that share one GPU: they wait for each other, so all must be on it at once. From
-compute capability 9.0 on the blocks of each rank's next call may be there already, waiting for the current one: twice
-as many."""
 
 
 def _engine_bytes() -> int | None:
@@ -58,14 +49,7 @@ def settings_of(request: Request, facts: Sequence[RankFacts]) -> Settings:
     """Return how exchanges are divided: a function of what the group agreed on alone."""
     devices = [record.device.uuid for record in facts]
     sharing = max(devices.count(device) for device in devices)
-    peers = len(facts) - 1
-    sms = _SMS if sharing == 1 else max(_SHARED_SMS // sharing, len(facts) // _PER_SM)
-    wanted = cast("int | None", request.options.get("max_sms"))
-    blocks = _PER_SM * (sms if wanted is None else min(sms, wanted))
-    copiers = min(max(1, blocks // 3), blocks - peers) if blocks else 0
-    slices = min(MAX_SLICES, (blocks - copiers) // peers)
-    # Ranks that share a GPU have no link to measure.
-    settings = Settings(len(facts), slices * peers, copiers, measured=sharing == 1)
+    settings = routes.settings(len(facts), sharing, cast("int | None", request.options.get("max_sms")))
     own = _said(facts[0]).get("engine_bytes")
     return settings if own is None else settings.changed({"engine_bytes": own})
 
@@ -95,7 +79,7 @@ class NvlinkTransport(Transport):
         if not verdict.eligible:
             return verdict
         wanted = cast("int | None", request.options.get("max_sms"))
-        least = -(-request.world_size // _PER_SM)
+        least = -(-request.world_size // PER_SM)
         if wanted is not None and 0 < wanted < least:
             return Verdict(
                 False,

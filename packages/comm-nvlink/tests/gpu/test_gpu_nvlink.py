@@ -78,6 +78,7 @@ class TestOnDevices(DeviceContract):
     transport = "nvlink"
     plugin = PLUGIN
     world_sizes = SIZES
+    graph_sizes = SIZES
     test_cycles_leak_neither_memory_nor_descriptors = None  # pyright: ignore[reportAssignmentType]
 
 

@@ -25,9 +25,11 @@ STAGING = 1 << 20
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[RankPool]:
     """Eight ranks that share the GPUs there are."""
+    os.environ["COMM_ALLOW_SHARED_GPU"] = "1"
     pool = RankPool(8, preload=["pytest"], group_timeout_s=120)
     yield pool
     pool.close()
+    del os.environ["COMM_ALLOW_SHARED_GPU"]
 
 
 def exchange(group: Any, rounds: int) -> int:
@@ -62,7 +64,7 @@ def exchange(group: Any, rounds: int) -> int:
         graph.replay() if round_ % 2 else both()
         assert_same_bits(y.cpu(), reference.scatter_heads(every)[rank])
         assert_same_bits(z.cpu(), every[rank])
-    with pytest.raises(ValueError, match="do not fit the staging"):
+    with pytest.raises(ValueError, match=r"do not fit the \d+ of out_ptrs"):
         large = torch.empty(1, 1 << 12, 2 * size, 256, device=device)
         out = torch.empty(1, size << 12, 2, 256, device=device)
         comm_nvlink.ulysses_a2a(handle, large, out, 1, 1 << 12, 2 * size, 256, 0)

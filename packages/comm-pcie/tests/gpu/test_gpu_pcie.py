@@ -106,12 +106,12 @@ def replay(group: Any) -> int:
             comm.scatter_heads(x, out=y)
             assert_same_bits(y, expected(rank, round_, size, device))
         session: Any = comm._session
-        assert session.counters.failed == 0 and (session.counters.launched > 0) == (size >= 4), session.counters
+        assert session.counters.failed == 0 and session.counters.launched > 0, session.counters
         return round_
 
 
 def test_captured_graphs_replay_among_eager_calls(ranks: RankPool) -> None:
-    """F2: and eager calls of enough copies are one launch."""
+    """F2: and eager calls with memory that comes again are one launch."""
     for size in SIZES:
         assert ranks.run(replay, ranks=size, timeout_s=100) == [7] * size
 
@@ -300,7 +300,7 @@ def host_cost(group: Any, calls: int) -> float:
 
 
 def test_what_an_eager_call_costs_the_host(ranks: RankPool) -> None:
-    """At most 25 µs at eight ranks, of which each has a core where there are enough; the figures are printed."""
+    """At most 25 µs, where each rank has a core of its own; the figures are printed."""
     for size in SIZES:
         found = ranks.run(host_cost, 40, ranks=size, timeout_s=60)
         print(f"{size} ranks: eager call, host: {[round(value, 1) for value in found]} us")

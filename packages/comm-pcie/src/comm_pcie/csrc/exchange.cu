@@ -2,7 +2,7 @@
 //
 // A call is enqueued in one of two ways, with the same effect:
 // - one by one: kernels, copies and events on the caller's stream and the engine's two lanes. So it
-//   is done in captures, for few copies, and for operands that are seen for the first time.
+//   is done in captures, and for operands that are seen for the first time.
 // - as one launch of a graph that was made from just that, and kept for this geometry, operand and
 //   output. The copies of a graph can't be given new addresses (CUDA refuses it for pitched ones),
 //   so a graph is made for operands that come again, as they do in a loop over preallocated memory.

@@ -254,16 +254,24 @@ struct Walk {
   }
 };
 
+// Vectors of `Vector` in an entry. Below 2^31, see comm_nvlink/table.py.
+template <typename Vector>
+__device__ __forceinline__ uint32_t vectors_of(const PlanEntry& entry) {
+  return entry.rows * (entry.row_bytes / uint32_t(sizeof(Vector)));
+}
+
+// This thread's part of an entry, but for its first `skip` vectors.
 template <typename Vector, int kLevels>
 __device__ __forceinline__ bool copy_vectors(const PlanEntry& entry, char* target,
-                                             const char* source, const uint32_t* abort) {
+                                             const char* source, const uint32_t* abort,
+                                             uint32_t skip = 0) {
   constexpr uint32_t kMany = kInFlight<kLevels>;
   constexpr uint32_t kRoundsPerCheck = 32;
-  // Below 2^31, see comm_nvlink/table.py.
-  const uint32_t total = entry.rows * (entry.row_bytes / uint32_t(sizeof(Vector)));
-  if (threadIdx.x >= total) return true;
-  uint32_t left = (total - threadIdx.x + kThreads - 1) / kThreads;
-  Walk<Vector, kLevels> walk(entry, target, source, threadIdx.x, kThreads);
+  const uint32_t total = vectors_of<Vector>(entry);
+  const uint32_t first = threadIdx.x + skip * kThreads;
+  if (first >= total) return true;
+  uint32_t left = (total - first + kThreads - 1) / kThreads;
+  Walk<Vector, kLevels> walk(entry, target, source, first, kThreads);
   for (uint32_t round = 1; left >= kMany; left -= kMany, ++round) {
     Vector held[kMany];
     char* to[kMany];
@@ -295,21 +303,33 @@ __device__ __forceinline__ bool copy_vectors(const PlanEntry& entry, char* targe
   return true;
 }
 
-// This thread's part of list `list`; `sources` are the operands, or the one place that data is
-// copied out of. False where an abort was seen.
+// Whether rows follow each other at one pitch, as nearly all do.
+__device__ __forceinline__ bool one_level(const PlanEntry& entry) {
+  return entry.repeat[kMaxLevels - 2] == 1 && entry.repeat[kMaxLevels - 3] == 1 &&
+         entry.repeat[0] == 1;
+}
+
+// The largest power of two that divides everything about an entry, between `target` and `source`.
+__device__ __forceinline__ uint64_t alignment_of(const PlanEntry& entry, const char* target,
+                                                 const char* source) {
+  uint64_t bits = uint64_t(entry.alignment) | reinterpret_cast<uint64_t>(target) |
+                  reinterpret_cast<uint64_t>(source);
+  return bits & (~bits + 1);
+}
+
+// This thread's part of list `list`, but for the first `skip` vectors of its first entry; `sources`
+// are the operands, or the one place that data is copied out of. False where an abort was seen.
 __device__ __noinline__ bool copy_list(const Record* record, uint32_t list, char* target,
-                                       const char* const* sources, const uint32_t* abort) {
+                                       const char* const* sources, const uint32_t* abort,
+                                       uint32_t skip = 0) {
   const uint32_t end = record->first[list + 1];
-  for (uint32_t i = record->first[list]; i < end; ++i) {
+  for (uint32_t i = record->first[list]; i < end; ++i, skip = 0) {
     const PlanEntry& entry = entries_of(record)[i];
     const char* source = sources[entry.source];
-    uint64_t bits = uint64_t(entry.alignment) | reinterpret_cast<uint64_t>(target) |
-                    reinterpret_cast<uint64_t>(source);
-    uint32_t vector = uint32_t(bits & (~bits + 1));
+    uint32_t vector = uint32_t(alignment_of(entry, target, source));
     bool complete;
-    if (vector >= 16 && entry.repeat[kMaxLevels - 2] == 1 && entry.repeat[kMaxLevels - 3] == 1 &&
-        entry.repeat[0] == 1) {
-      complete = copy_vectors<uint4, 1>(entry, target, source, abort);
+    if (vector >= 16 && one_level(entry)) {
+      complete = copy_vectors<uint4, 1>(entry, target, source, abort, skip);
     } else if (vector >= 16) {
       complete = copy_vectors<uint4, kMaxLevels>(entry, target, source, abort);
     } else if (vector == 8) {
@@ -325,6 +345,54 @@ __device__ __noinline__ bool copy_list(const Record* record, uint32_t list, char
   }
   return true;
 }
+
+// The first vectors that this thread sends, read before it is known where to: the way to memory and
+// back takes as long as a peer's announcement, and so they take that time together. Of the first
+// entry of the head alone, where it is the common kind.
+struct Ahead {
+  static constexpr uint32_t kMany = 3;
+  uint4 held[kMany];
+  bool any;  // the same in all threads of a block
+
+  // Vectors of this thread in an entry.
+  static __device__ __forceinline__ uint32_t count(const PlanEntry& entry) {
+    const uint32_t total = vectors_of<uint4>(entry);
+    return threadIdx.x < total ? (total - threadIdx.x + kThreads - 1) / kThreads : 0;
+  }
+
+  __device__ __forceinline__ void read(const Record* record, const char* const* sources) {
+    const PlanEntry& entry = entries_of(record)[record->first[kHead]];
+    any = record->first[kHead] != record->first[kHead + 1] && one_level(entry) &&
+          alignment_of(entry, nullptr, sources[entry.source]) >= 16;
+    if (!any) return;
+    const uint32_t left = count(entry);
+    Walk<uint4, 1> walk(entry, nullptr, sources[entry.source], threadIdx.x, kThreads);
+#pragma unroll
+    for (uint32_t i = 0; i < kMany; ++i) {
+      if (i < left) {
+        held[i] = *reinterpret_cast<const uint4*>(walk.from);
+        walk.advance();
+      }
+    }
+  }
+
+  // Store them behind `target`; how many of the entry's vectors are then done in each thread.
+  __device__ __forceinline__ uint32_t store(const Record* record, char* target) const {
+    if (!any || reinterpret_cast<uint64_t>(target) % 16 != 0) return 0;
+    const PlanEntry& entry = entries_of(record)[record->first[kHead]];
+    const uint32_t left = count(entry);
+    // Places are walked to once more: to hold them meanwhile there are no registers.
+    Walk<uint4, 1> walk(entry, target, nullptr, threadIdx.x, kThreads);
+#pragma unroll
+    for (uint32_t i = 0; i < kMany; ++i) {
+      if (i < left) {
+        *reinterpret_cast<uint4*>(walk.to) = held[i];
+        walk.advance();
+      }
+    }
+    return kMany;
+  }
+};
 
 // The end of a kernel that settles the operation, in all threads of every block; `complete`:
 // nothing was left out in this block.
@@ -362,6 +430,9 @@ __device__ __forceinline__ bool serve(const ExchangeParams& p, const Call& call,
     early += (call.epoch & 1) * p.early_half_bytes;
     running = running && copy_list(record, kHead, early, p.sources, abort);
   }
+  Ahead ahead;
+  ahead.any = false;
+  if (running && early == nullptr) ahead.read(record, p.sources);
   if (threadIdx.x == 0) {
     target = running ? open_peer(session, call, peer, p.target_bytes) : nullptr;
     if (target != nullptr && early != nullptr && target != early) {
@@ -372,7 +443,8 @@ __device__ __forceinline__ bool serve(const ExchangeParams& p, const Call& call,
   running = __syncthreads_and(running);
   running = running && target != nullptr;
   if (early == nullptr) {
-    running = running && copy_list(record, kHead, target, p.sources, abort);
+    const uint32_t done = running ? ahead.store(record, target) : 0;
+    running = running && copy_list(record, kHead, target, p.sources, abort, done);
     running = __syncthreads_and(running);
   }
   if (running && threadIdx.x == 0)
