@@ -30,6 +30,7 @@ from comm_core.plugins.hookspecs import API_VERSION, hookimpl
 from comm_core.transport.interface import Verdict
 from comm_core.windows.launch import WINDOWS
 from comm_pcie import ExperimentalWarning
+from comm_pcie.calls import BoundStream
 from comm_pcie.exchange import EXCHANGE
 from comm_pcie.rdma.engine import LoadedVerbs, load_verbs
 from comm_pcie.rdma.module import RDMA
@@ -108,6 +109,10 @@ class Fabric:
 
 
 class _HostCopies(PcieSession):
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._bound = BoundStream(lambda: 0)
+
     def _stream(self) -> int:
         return 0
 
