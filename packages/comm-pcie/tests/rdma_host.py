@@ -181,9 +181,8 @@ class RealNicTransport(HostTransport):
         return HostPort(stages, modules.windows, PortArguments("", request.timeout_s, True), lambda: None)
 
 
-@contextlib.contextmanager
-def installed(make: Callable[[], PcieTransport] = HostTransport) -> Iterator[None]:
-    """The transport, registered in this process."""
+def plugin(make: Callable[[], PcieTransport] = HostTransport) -> object:
+    """A plugin with the transport."""
 
     class Plugin:
         comm_api = API_VERSION
@@ -192,7 +191,13 @@ def installed(make: Callable[[], PcieTransport] = HostTransport) -> Iterator[Non
         def comm_transports(self) -> Sequence[PcieTransport]:
             return [make()]
 
-    plugins.register("rdma under test", Plugin())
+    return Plugin()
+
+
+@contextlib.contextmanager
+def installed(make: Callable[[], PcieTransport] = HostTransport) -> Iterator[None]:
+    """The transport, registered in this process."""
+    plugins.register("rdma under test", plugin(make))
     try:
         # What it warns of is tested where it is the subject.
         with warnings.catch_warnings():
