@@ -5,10 +5,13 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import platform
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -54,10 +57,10 @@ def world(library: Path, tmp_path: Path) -> Iterator[Any]:
         yield made
 
 
-def preloaded(library: Path, *command: str) -> subprocess.CompletedProcess[str]:
+def preloaded(library: Path, *command: str, **variables: str) -> subprocess.CompletedProcess[str]:
     # Debian's interpreter must not see the packages of this one.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    environment["LD_PRELOAD"] = str(library)
+    environment.update(variables, LD_PRELOAD=str(library))
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=SECONDS)
 
 
@@ -71,6 +74,18 @@ def test_a_program_of_the_real_libraries(program: Path, library: Path, world: An
     done = preloaded(library, str(program), case)
     assert (done.returncode, done.stdout) == (0, "ok\n"), f"{done.stdout}{done.stderr}{world.problem()}"
     world.expect_leaks = True  # the program ends with what it has
+
+
+def test_memory_of_a_device_goes_through_its_driver(program: Path, library: Path, world: Any, tmp_path: Path) -> None:
+    """As on a GPU machine, with a driver that has host memory for a device's: a band is one copy with a pitch."""
+    fake = tmp_path / "libfake_cuda.so"
+    flags = ["-std=c++17", "-O1", "-fPIC", "-shared", *emulator.WARNINGS]
+    subprocess.run(["g++", *flags, "-o", str(fake), str(PROGRAMS / "fake_cuda.cpp")], check=True, timeout=SECONDS)
+    done = preloaded(library, str(program), "band_small", VERBS_EMULATOR_CUDA=str(fake))
+    # Two ends that are described in two ways each, 64 rows.
+    report = "copies 0 2d 4 rows 256 synchronized 4 open 0\n"
+    assert (done.returncode, done.stdout, done.stderr) == (0, "ok\n", report), world.problem()
+    world.expect_leaks = True
 
 
 def test_every_case_is_run(program: Path, library: Path) -> None:
@@ -160,6 +175,32 @@ def test_a_rule_that_did_not_fire_fails_the_test(library: Path, tmp_path: Path) 
     made.rule("fail verb=open value=5 count=2")
     with pytest.raises(AssertionError, match=r"did not fire: fail verb=open .*fired 0 times"):
         made.close()
+
+
+@pytest.mark.parametrize("sanitizer", ["thread", "address"])
+def test_engines_and_the_emulator_under_threads(library: Path, tmp_path: Path, sanitizer: str) -> None:
+    """Four ranks, events, somebody who looks and somebody who aborts: no race, no memory that is not theirs."""
+    package = Path(str(resources.files("comm_pcie")))
+    engine = [package / "csrc" / f"rdma_{name}.cpp" for name in ("engine", "exchange", "verbs")]
+    flags = ["g++", "-std=c++17", "-O1", "-g", "-pthread", f"-fsanitize={sanitizer}", *emulator.WARNINGS]
+    includes = [f"-I{resources.files(name) / 'include'}" for name in ("comm_core", "comm_pcie")]
+    runs = []
+    for name, sources, more in (
+        ("libemulator.so", sorted(emulator.SOURCES.glob("*.cpp")), ["-fPIC", "-shared"]),
+        ("threads", [*engine, PROGRAMS / "threads.cpp"], includes),
+    ):
+        # As one file: most of the time would go into the same headers again.
+        whole = tmp_path / f"{name}.cpp"
+        whole.write_text("".join(f'#include "{path}"\n' for path in sources), encoding="utf-8")
+        runs.append(subprocess.Popen([*flags, *more, "-o", str(tmp_path / name), str(whole), "-ldl"]))
+    assert [run.wait(200) for run in runs] == [0, 0]
+    with emulator.World(library, tmp_path / "fabric", emulator.nics(4)) as world:
+        # ThreadSanitizer does not start where the kernel randomizes more than it was made for.
+        fixed = ["setarch", platform.machine(), "-R"] if shutil.which("setarch") else []
+        command = [*fixed, str(tmp_path / "threads"), str(tmp_path / "libemulator.so")]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+        assert (done.returncode, done.stdout, done.stderr) == (0, "ok\n", "")
+        assert world.counters()["executed_writes"] >= 4 * 3 * 40 and world.counters()["events"] > 0
 
 
 def test_nothing_of_it_is_installed() -> None:

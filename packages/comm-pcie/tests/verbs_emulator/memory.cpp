@@ -9,6 +9,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <memory>
 
 namespace emu {
 
@@ -164,6 +165,49 @@ bool withhold(Fabric* shared, pid_t pid, uint64_t addr, const void* bytes, uint6
   return false;
 }
 
+// Call `function(source, target, length, tail)` for each piece that is contiguous on both sides, in
+// order; `tail` says that it belongs to the last `keep` bytes, whose pieces are small.
+template <typename Function>
+bool each_piece(const std::vector<Segment>& from, const std::vector<Segment>& to, uint64_t total,
+                uint64_t keep, const Function& function) {
+  for (uint64_t position = 0, from_idx = 0, to_idx = 0, from_at = 0, to_at = 0; position < total;) {
+    const Segment &source = from[from_idx], &target = to[to_idx];
+    uint64_t length = std::min(source.length - from_at, target.length - to_at);
+    const bool tail = position >= total - keep;
+    length = std::min<uint64_t>(length, tail ? kWithheldBytes : total - keep - position);
+    if (!function(source.addr + from_at, target.addr + to_at, length, tail)) return false;
+    position += length;
+    if ((from_at += length) == source.length) ++from_idx, from_at = 0;
+    if ((to_at += length) == target.length) ++to_idx, to_at = 0;
+  }
+  return true;
+}
+
+// Where one side or both are memory of a GPU. The target of one write is one region.
+bool move_device_bytes(Fabric* shared, const std::vector<Segment>& from,
+                       const std::vector<Segment>& to, pid_t pid, uint64_t total, uint64_t keep) {
+  const Key& region = *to[0].region;
+  int64_t shift = 0;
+  std::unique_ptr<DeviceMemory> mapped;
+  if (pid != getpid()) {
+    mapped.reset(new DeviceMemory(region));
+    if (mapped->addr() == 0) return false;
+    shift = static_cast<int64_t>(mapped->addr() - region.addr);
+  }
+  const bool done = (keep == 0 && copy_rows(from, to, shift)) ||
+                    each_piece(from, to, total, keep,
+                               [&](uint64_t source, uint64_t target, uint64_t length, bool tail) {
+                                 const void* bytes = reinterpret_cast<void*>(source);
+                                 if (tail) return withhold(shared, pid, target, bytes, length);
+                                 const uint64_t there = target + static_cast<uint64_t>(shift);
+                                 return copy_any(reinterpret_cast<void*>(there), bytes, length);
+                               });
+  // Before the mapping goes.
+  if (done && finish_copies()) return true;
+  refuse(0, "bytes of device memory can't be copied");
+  return false;
+}
+
 }  // namespace
 
 bool move_bytes(Fabric* shared, const std::vector<Segment>& from, const std::vector<Segment>& to,
@@ -175,38 +219,22 @@ bool move_bytes(Fabric* shared, const std::vector<Segment>& from, const std::vec
   bool device = false;
   for (const std::vector<Segment>* list : {&from, &to})
     for (const Segment& segment : *list) device = device || segment.region->cuda != 0;
+  if (device) return move_device_bytes(shared, from, to, pid, total, keep);
   std::vector<iovec> local, remote;
-  uint64_t position = 0, moved = 0;
-  for (size_t from_idx = 0, to_idx = 0, from_at = 0, to_at = 0; position < total;) {
-    const Segment &source = from[from_idx], &target = to[to_idx];
-    uint64_t length = std::min(source.length - from_at, target.length - to_at);
-    const bool tail = position >= total - keep;
-    if (!tail) length = std::min(length, total - keep - position);
-    if (tail) length = std::min<uint64_t>(length, kWithheldBytes);
-    const char* source_at = reinterpret_cast<const char*>(source.addr + from_at);
-    uint64_t target_addr = target.addr + to_at;
-    if (tail) {
-      if (!withhold(shared, pid, target_addr, source_at, length)) return false;
-    } else if (device && (here || target.region->cuda != 0)) {
-      if (!here) {
-        uint64_t base = 0;
-        if (!open_device_memory(*target.region, &base)) return false;
-        target_addr = base + (target_addr - target.region->addr);
-      }
-      if (!copy_any(reinterpret_cast<void*>(target_addr), source_at, length)) return false;
-    } else if (here) {
-      memcpy(reinterpret_cast<void*>(target_addr), source_at, length);
-    } else {
-      local.push_back({const_cast<char*>(source_at), length});
-      remote.push_back({reinterpret_cast<void*>(target_addr), length});
-      moved += length;
-    }
-    position += length;
-    if ((from_at += length) == source.length) ++from_idx, from_at = 0;
-    if ((to_at += length) == target.length) ++to_idx, to_at = 0;
-  }
-  if (device && !finish_copies()) return refuse(0, "copies of device memory failed") != 0;
-  return moved == 0 || write_remote(pid, local, remote, moved);
+  uint64_t moved = 0;
+  const bool done = each_piece(
+      from, to, total, keep, [&](uint64_t source, uint64_t target, uint64_t length, bool tail) {
+        if (tail) return withhold(shared, pid, target, reinterpret_cast<void*>(source), length);
+        if (here) {
+          memcpy(reinterpret_cast<void*>(target), reinterpret_cast<void*>(source), length);
+          return true;
+        }
+        local.push_back({reinterpret_cast<void*>(source), length});
+        remote.push_back({reinterpret_cast<void*>(target), length});
+        moved += length;
+        return true;
+      });
+  return done && (moved == 0 || write_remote(pid, local, remote, moved));
 }
 
 int flush_withheld(Fabric* shared) {

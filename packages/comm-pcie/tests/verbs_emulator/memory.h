@@ -30,9 +30,25 @@ int flush_withheld(Fabric* shared);
 
 // Device memory. All do nothing and return false where VERBS_EMULATOR_CUDA is not set.
 bool describe_device_memory(uint64_t addr, Key* key);
-bool open_device_memory(const Key& key, uint64_t* base);
+// Copy as many rows as one side has, of one length and distance, from or to one range of the other;
+// `shift` is added to the addresses of `to`. False where they are not like that.
+bool copy_rows(const std::vector<Segment>& from, const std::vector<Segment>& to, int64_t shift);
 bool copy_any(void* to, const void* from, size_t length);  // true if it was done
 bool finish_copies();
+
+// A region of another process's device memory, mapped here for as long as this lives.
+class DeviceMemory {
+ public:
+  explicit DeviceMemory(const Key& key);
+  ~DeviceMemory();
+  DeviceMemory(const DeviceMemory&) = delete;
+  DeviceMemory& operator=(const DeviceMemory&) = delete;
+  uint64_t addr() const { return addr_; }  // 0: it can't be mapped
+
+ private:
+  unsigned long long base_ = 0;
+  uint64_t addr_ = 0;
+};
 
 }  // namespace emu
 

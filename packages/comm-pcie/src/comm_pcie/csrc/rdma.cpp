@@ -130,10 +130,15 @@ struct comm_pcie_rdma_look_args_v1 {
   COMM_ARGS;
   const Engine* engine;
   Counters* counters;  // written
-  Posted* posted;      // written: one a peer
   uint32_t* broken;    // written: an OutcomeKind
   char* problem;       // written
   uint64_t capacity;
+};
+
+struct comm_pcie_rdma_posted_args_v1 {
+  COMM_ARGS;
+  const Engine* engine;
+  Posted* posted;  // written: one a peer
 };
 
 struct comm_pcie_rdma_close_args_v1 {
@@ -278,7 +283,14 @@ COMM_EXPORT int comm_pcie_rdma_abort_v1(const comm_pcie_rdma_abort_args_v1* args
 
 COMM_EXPORT int comm_pcie_rdma_look_v1(const comm_pcie_rdma_look_args_v1* args) {
   COMM_CHECK_ARGS(args, comm_pcie_rdma_look_args_v1);
-  args->engine->look(args->counters, args->posted, args->broken, args->problem, args->capacity);
+  args->engine->count(args->counters);
+  args->engine->problem(args->broken, args->problem, args->capacity);
+  return COMM_OK;
+}
+
+COMM_EXPORT int comm_pcie_rdma_posted_v1(const comm_pcie_rdma_posted_args_v1* args) {
+  COMM_CHECK_ARGS(args, comm_pcie_rdma_posted_args_v1);
+  args->engine->posted(args->posted);
   return COMM_OK;
 }
 
@@ -305,6 +317,7 @@ COMM_STRUCT(comm_pcie_rdma_quiesce_args_v1)
 COMM_STRUCT(comm_pcie_rdma_heed_args_v1)
 COMM_STRUCT(comm_pcie_rdma_abort_args_v1)
 COMM_STRUCT(comm_pcie_rdma_look_args_v1)
+COMM_STRUCT(comm_pcie_rdma_posted_args_v1)
 COMM_STRUCT(comm_pcie_rdma_close_args_v1)
 COMM_MODULE_KERNELS
 COMM_MODULE_END(comm_pcie_rdma)

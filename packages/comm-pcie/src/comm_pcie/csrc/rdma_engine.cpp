@@ -365,6 +365,7 @@ int Engine::register_pair(const Memory& output, const Memory& landing, Pair** ou
     }
   }
   pairs_.push_back(pair);
+  counters_.registrations.store(pairs_.size(), std::memory_order_relaxed);
   *out = pair;
   if (status == COMM_OK) return status;
   char cause[COMM_ERROR_TEXT_SIZE];
@@ -431,6 +432,7 @@ int Engine::close_pair(Pair* pair) {
     *mr = nullptr;
   }
   pairs_.erase(std::find(pairs_.begin(), pairs_.end(), pair));
+  counters_.registrations.store(pairs_.size(), std::memory_order_relaxed);
   delete pair;
   return COMM_OK;
 }
@@ -562,8 +564,13 @@ uint32_t Engine::problem_kind() {
   return problem_kind_.load(std::memory_order_acquire);
 }
 
-void Engine::look(Counters* counters, Posted* posted, uint32_t* broken, char* problem,
-                  size_t problem_size) const {
+void Engine::problem(uint32_t* kind, char* text, size_t text_size) const {
+  std::lock_guard<std::mutex> lock(problem_mutex_);
+  *kind = problem_kind_.load(std::memory_order_relaxed);
+  snprintf(text, text_size, "%s", problem_.c_str());
+}
+
+void Engine::count(Counters* counters) const {
   const auto read = [](const std::atomic<uint64_t>& counter) {
     return counter.load(std::memory_order_relaxed);
   };
@@ -576,12 +583,12 @@ void Engine::look(Counters* counters, Posted* posted, uint32_t* broken, char* pr
   counters->receives_completed = read(counters_.receives_completed);
   counters->polls = read(counters_.polls);
   counters->events = read(counters_.events);
-  counters->registrations = pairs_.size();
+  counters->registrations = read(counters_.registrations);
   counters->split_writes = read(counters_.split_writes);
+}
+
+void Engine::posted(Posted* posted) const {
   for (const Peer& peer : peers_) posted[peer.index] = peer.posted;
-  std::lock_guard<std::mutex> lock(problem_mutex_);
-  *broken = problem_kind_.load(std::memory_order_relaxed);
-  snprintf(problem, problem_size, "%s", problem_.c_str());
 }
 
 }  // namespace rdma

@@ -24,7 +24,7 @@ from __future__ import annotations
 import ctypes
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
 from comm_core.errors import ArgumentValueError, ClosedError, UnsupportedError
@@ -340,7 +340,7 @@ class RdmaEngine:
     @property
     def problem(self) -> str:
         """Why the engine is broken, or empty. An asynchronous event shows up here without a call."""
-        return self._look()[2]
+        return self._look()[1]
 
     @property
     def counters(self) -> Counters:
@@ -350,7 +350,15 @@ class RdmaEngine:
     @property
     def ledger(self) -> Ledger:
         """What is posted and not retired."""
-        return Ledger(self._look()[1])
+        size = module.POSTED.size
+        posted = ctypes.create_string_buffer(max(1, len(self._peers)) * size)
+        self.api.call["posted"](self._open(), ctypes.addressof(posted))
+        return Ledger(
+            {
+                peer: cast("tuple[int, int]", module.POSTED.unpack_from(posted, number * size))
+                for number, peer in enumerate(self._peers)
+            }
+        )
 
     def quiesce(self, timeout_ns: int) -> Quiesced:
         """Stop all queue pairs and wait until every work request was retired. Ends the use of the engine.
@@ -382,18 +390,12 @@ class RdmaEngine:
             raise ClosedError(f"the engine on {self.nic} was closed")
         return self.handle
 
-    def _look(self) -> tuple[Counters, Mapping[int, tuple[int, int]], str]:
+    def _look(self) -> tuple[Counters, str]:
         counters = ctypes.create_string_buffer(module.COUNTERS.size)
-        size = module.POSTED.size
-        posted = ctypes.create_string_buffer(max(1, len(self._peers)) * size)
         broken, text = ctypes.c_uint32(), ctypes.create_string_buffer(_TEXT_BYTES)
-        written = map(ctypes.addressof, (counters, posted, broken, text))
+        written = map(ctypes.addressof, (counters, broken, text))
         self.api.call["look"](self._open(), *written, _TEXT_BYTES)
-        ledger = {
-            peer: cast("tuple[int, int]", module.POSTED.unpack_from(posted, number * size))
-            for number, peer in enumerate(self._peers)
-        }
-        return Counters(*module.COUNTERS.unpack_from(counters)), ledger, os.fsdecode(text.value)
+        return Counters(*module.COUNTERS.unpack_from(counters)), os.fsdecode(text.value)
 
 
 def require(loaded: LoadedVerbs) -> VerbsApi:

@@ -35,7 +35,8 @@ _STRUCTS: Final = {
     "quiesce": "II3P2Q0Q",
     "heed": "II2P0Q",
     "abort": "II2P0Q",
-    "look": "II5PQ0Q",
+    "look": "II4PQ0Q",
+    "posted": "II2P0Q",
     "close": "IIP0Q",
 }
 

@@ -92,8 +92,11 @@ class Engine {
   void abort(const char* reason);
   // A word of memory that ends calls as `abort` does once it is not 0; must outlive the engine.
   void heed(const uint32_t* word);
-  void look(Counters* counters, Posted* posted, uint32_t* broken, char* problem,
-            size_t problem_size) const;
+  // From any thread.
+  void problem(uint32_t* kind, char* text, size_t text_size) const;
+  void count(Counters* counters) const;
+  // From the thread that calls.
+  void posted(Posted* posted) const;
   uint64_t max_message() const { return max_message_; }
   const std::vector<Peer>& peers() const { return peers_; }
 
@@ -160,7 +163,8 @@ class Engine {
 
   struct {
     std::atomic<uint64_t> exchanges{0}, writes{0}, write_bytes{0}, rebinds{0}, receives_posted{0},
-        sends_completed{0}, receives_completed{0}, polls{0}, events{0}, split_writes{0};
+        sends_completed{0}, receives_completed{0}, polls{0}, events{0}, registrations{0},
+        split_writes{0};
   } counters_;
 };
 
