@@ -30,6 +30,7 @@ from comm_core.plugins.hookspecs import API_VERSION, hookimpl
 from comm_core.transport.interface import Verdict
 from comm_core.windows.launch import WINDOWS
 from comm_pcie import ExperimentalWarning
+from comm_pcie.calls import BoundStream
 from comm_pcie.exchange import EXCHANGE
 from comm_pcie.rdma.engine import LoadedVerbs, load_verbs
 from comm_pcie.rdma.module import RDMA
@@ -108,6 +109,10 @@ class Fabric:
 
 
 class _HostCopies(PcieSession):
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._bound = BoundStream(lambda: 0)
+
     def _stream(self) -> int:
         return 0
 
@@ -176,9 +181,8 @@ class RealNicTransport(HostTransport):
         return HostPort(stages, modules.windows, PortArguments("", request.timeout_s, True), lambda: None)
 
 
-@contextlib.contextmanager
-def installed(make: Callable[[], PcieTransport] = HostTransport) -> Iterator[None]:
-    """The transport, registered in this process."""
+def plugin(make: Callable[[], PcieTransport] = HostTransport) -> object:
+    """A plugin with the transport."""
 
     class Plugin:
         comm_api = API_VERSION
@@ -187,7 +191,13 @@ def installed(make: Callable[[], PcieTransport] = HostTransport) -> Iterator[Non
         def comm_transports(self) -> Sequence[PcieTransport]:
             return [make()]
 
-    plugins.register("rdma under test", Plugin())
+    return Plugin()
+
+
+@contextlib.contextmanager
+def installed(make: Callable[[], PcieTransport] = HostTransport) -> Iterator[None]:
+    """The transport, registered in this process."""
+    plugins.register("rdma under test", plugin(make))
     try:
         # What it warns of is tested where it is the subject.
         with warnings.catch_warnings():

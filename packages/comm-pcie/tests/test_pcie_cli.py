@@ -14,6 +14,7 @@ from comm_core import plugins
 from comm_core.testing import topologies as fake
 from comm_core.testing.cli import commctl, topology_file
 from comm_pcie.plugin import PciePlugin
+from comm_pcie.rdma.facts import ROCE_V2, GidEntry, NicFacts, RdmaFacts
 
 _SPEC = importlib.util.spec_from_file_location("pcie_sysfs_fixture_cli", Path(__file__).with_name("sysfs.py"))
 assert _SPEC is not None and _SPEC.loader is not None
@@ -127,3 +128,21 @@ def test_this_machine_is_asked_without_cuda(capsys: pytest.CaptureFixture[str]) 
     """Here it may have no GPU: then it says so, and exits with 1."""
     code, found = plan(capsys=capsys)
     assert code in (0, 1) and found["eligible"] == (code == 0) and found["reason"]
+
+
+@pytest.mark.parametrize("command", ["doctor", "topo"])
+def test_nics_and_what_their_routes_were_verified_on_are_shown(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody must take a route over NICs for proven: each place that shows it says where it was run."""
+    nic = NicFacts("mlx5_0", "ACTIVE", "Ethernet", (GidEntry(3, "0" * 20 + "ffff0a000001", ROCE_V2, "eth0"),), "eth0")
+    probe = {"rdma": RdmaFacts((nic,), "sysfs").to_json()}
+    facts = [replace(record, plugins={"pcie": probe}) for record in fake.pcie_switch_pairs(2)]
+    monkeypatch.setenv("COMM_TOPOLOGY_FILE", topology_file(tmp_path, facts))
+    assert commctl(command) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "Transport pcie" in text and "experimental, verified on an emulator only" in text
+    assert "mlx5_0: PCI ?, NUMA node ?, port ACTIVE, Ethernet, eth0, IPv4 RoCE v2 GID 3 (10.0.0.1)" in text
+    if command == "doctor":
+        commctl("doctor", "--json")
+        assert json.loads(capsys.readouterr().out)["notes"]["pcie"][0].endswith("verified on an emulator only")

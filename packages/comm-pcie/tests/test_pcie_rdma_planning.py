@@ -212,7 +212,7 @@ def test_a_gid_by_name_must_be_one_that_works() -> None:
 def test_ranks_may_need_different_indices() -> None:
     """J1: an index for each device."""
     facts = machine(4)
-    rdma = RdmaFacts.from_json(facts[0].plugins["pcie"]["rdma"])
+    rdma = routes.rdma_facts(facts[0], "pcie")
     shifted = [
         replace(item, gids=(*gids((0, LINK_LOCAL, ROCE_V2)), GidEntry(3 + i, ipv4(i + 1), ROCE_V2, "eth0")))
         for i, item in enumerate(rdma.nics)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -66,7 +67,7 @@ class Windows:
 
 
 def port(driver: Driver, form: str = "cuda_ipc", rank: int = 0, flushes: bool = True) -> CudaPort:
-    found = object.__new__(CudaPort)
+    found: Any = object.__new__(CudaPort)
     found.device = torch.device("cpu")
     found._driver, found._rank, found._flushes = driver, rank, flushes
     found.windows = Windows(form)

@@ -67,7 +67,7 @@ def machines() -> dict[str, list[Any]]:
 def tree(nics: list[Any], root: Path, dev: Path) -> None:
     """The sysfs of a machine with these NICs."""
     for number, nic in enumerate(nics):
-        table = [("::", None, "")] * 16
+        table: list[tuple[str, str | None, str]] = [("::", None, "")] * 16
         for entry in nic.entries:
             table[entry.index] = (entry.address, TYPES[entry.type], f"eth{entry.ifindex}")
             if ":" not in entry.address:

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from comm_core.errors import UnsupportedError
+from comm_core.errors import ArgumentValueError, UnsupportedError
 from comm_core.testing import reference
 from comm_core.transport.plan import Copy, Level, Plan
 from comm_core.ulysses import plans
@@ -114,7 +114,7 @@ def test_rows_as_far_apart_as_sixteen_bits_say_and_one_byte_further(name: str, s
             geometry = refuse(plan, (1,), plan.target_bytes, plan.target_bytes)
             assert getattr(geometry.sends[0][1], side).pitch == pitch
             continue
-        with pytest.raises(UnsupportedError, match=f"{name}: .*{pitch} bytes apart.*65535.*p2p"):
+        with pytest.raises(ArgumentValueError, match=f"{name}: .*{pitch} bytes apart.*65535.*p2p"):
             refuse(plan, (1,), plan.target_bytes, plan.target_bytes)
     odd = plans.scatter_heads((1, 2, 3, MAX_STRIDE // 3), 1, 0, 3)
     assert refuse(odd, (1, 2), odd.target_bytes, odd.target_bytes).sends[0][1].source.pitch == MAX_STRIDE
@@ -128,7 +128,7 @@ def test_rows_as_far_apart_as_sixteen_bits_say_and_one_byte_further(name: str, s
 def test_a_second_batch_is_refused_alike_on_all_ranks() -> None:
     for rank in range(4):
         for plan in (plans.scatter_heads((2, 1, 4, 8), 2, rank, 4), plans.gather_heads((2, 4, 1, 8), 2, rank, 4)):
-            with pytest.raises(UnsupportedError, match=r"take one batch, got 2.*COMM_ULYSSES_PCIE_ROUTE=p2p"):
+            with pytest.raises(ArgumentValueError, match=r"take one batch, got 2.*COMM_ULYSSES_PCIE_ROUTE=p2p"):
                 geometry_of(plan, copies.peers(rank, 4))
     nested = Copy(1, 0, 0, 0, (Level(2, 100, 10), Level(2, 20, 5)), 5)
     with pytest.raises(UnsupportedError, match="2 levels"):
@@ -140,7 +140,7 @@ def test_a_second_batch_is_refused_alike_on_all_ranks() -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     plan = plans.scatter_heads((1, 4, 4, 8), 2, 0, 4)
-    with pytest.raises(UnsupportedError, match="of a buffer of 255"):
+    with pytest.raises(ArgumentValueError, match="of a buffer of 255"):
         refuse(plan, (1, 2, 3), 255, 255)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -19,11 +19,11 @@ class BoundStream:
     """Keeps the calls of a communicator on the stream of the first one.
 
     Args:
-        device: of the communicator; on a CPU there is nothing to keep.
+        current: returns the handle of the current stream of the communicator's device.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, current: Callable[[], int]) -> None:
+        self._current = current
         self._stream: int | None = None
 
     def bind(self) -> None:
@@ -32,8 +32,8 @@ class BoundStream:
         Raises:
             UnsupportedError: the first call was on another one.
         """
+        stream = self._current()
         # Captured calls are ordered by whoever replays the graph.
-        stream = _cuda.raw_stream(self._device.index) if self._device.type == "cuda" else 0
         if stream == self._stream or _cuda.is_capturing():
             return
         if self._stream is not None:

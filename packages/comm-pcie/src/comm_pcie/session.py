@@ -95,7 +95,7 @@ class PcieSession(WindowSession):
         self._outputs: dict[int, ctypes.Array[ctypes.c_void_p]] = {}
         self._inputs: dict[int, torch.Tensor] = {}
         self._registered: dict[int, MappedWindow] = {}
-        self._bound = BoundStream(device)
+        self._bound = BoundStream(lambda: _cuda.raw_stream(device.index))
         self._graphs_failed = False
         super().__init__(
             stages,

@@ -124,7 +124,7 @@ def rank_facts_to_ulysses(facts: RankFacts, *, probe_pcie: bool = True) -> Ulyss
     """
     on_gpu = facts.device.kind == "cuda"
     pcie = probe_pcie and on_gpu
-    nic = _nic_of(facts) if pcie else {}
+    nic = _nic_of(facts) if pcie else dict[str, Json]()
     return UlyssesRankTopology(
         rank=facts.rank,
         hostname=facts.host.hostname,

@@ -125,9 +125,8 @@ class UlyssesCommunicator:
         self._number = self._group.token()
         self._decision = UlyssesBackendDecision.of(opened.decision)
         self._topology_decision = UlyssesBackendDecision.of(opened.resolved)
-        self._fallback_reason = opened.fallback_reason
-        if self._fallback_reason is None and opened.session is not None:
-            self._fallback_reason = opened.session.fallback_reason
+        of_route = None if opened.session is None else opened.session.fallback_reason
+        self._fallback_reason = "; ".join(filter(None, (opened.fallback_reason, of_route))) or None
         self._ordinal = arguments.device.index if arguments.device.type == "cuda" else -1
         properties = None if opened.session is None else opened.session.properties
         self._preparation = Preparation(self._limits, self.rank, self.world_size, self.backend, properties)

@@ -7,7 +7,9 @@ import os
 import resource
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, NamedTuple, cast
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, cast
 
 from comm_core.errors import TransportError
 from comm_pcie.rdma.engine import RdmaEngine, RegisteredPair
@@ -26,7 +28,8 @@ _ALIGNMENT = 1 << 16
 """Output and landing buffer begin at multiples of so many bytes: a page of any host and GPU, as DMA-BUFs need."""
 
 
-class RegisteredOutput(NamedTuple):
+@dataclass(frozen=True)
+class RegisteredOutput:
     """An output and its landing buffer, one behind the other in a window.
 
     The NIC never reads the caller's memory: that may be shared with others and given back at any time. What is sent
@@ -44,22 +47,22 @@ class RegisteredOutput(NamedTuple):
     half: int
     pair: RegisteredPair
 
-    @property
+    @cached_property
     def address(self) -> int:
         """Of the output."""
         return self.window.address
 
-    @property
+    @cached_property
     def landing_address(self) -> int:
         """Of the landing buffer."""
         return self.window.address + self.half
 
-    @property
+    @cached_property
     def output(self) -> torch.Tensor:
         """The output, flat uint8."""
         return self.window.view(self.address, self.nbytes)
 
-    @property
+    @cached_property
     def landing(self) -> torch.Tensor:
         """The landing buffer, flat uint8."""
         return self.window.view(self.landing_address, self.nbytes)

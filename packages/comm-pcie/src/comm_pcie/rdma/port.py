@@ -88,6 +88,10 @@ class DevicePort(ABC):
     def settle(self) -> None:
         """Wait for what was enqueued on the current stream."""
 
+    @abstractmethod
+    def stream(self) -> int:
+        """Return the handle of the current stream."""
+
     def allocate(self, stages: Transaction, nbytes: int, what: str) -> MappedWindow:
         """Allocate memory on every rank as part of a transaction. Collective."""
         return self.windows.windows.add_in(stages, nbytes, what)
@@ -158,6 +162,10 @@ class HostPort(DevicePort):
     def settle(self) -> None:
         """See `DevicePort.settle`."""
 
+    def stream(self) -> int:
+        """See `DevicePort.stream`; a CPU has one order of things."""
+        return 0
+
 
 class CudaPort(DevicePort):
     """Memory of a GPU, which NICs reach by GPUDirect RDMA.
@@ -223,7 +231,7 @@ class CudaPort(DevicePort):
 
     def copy(self, pieces: Sequence[Copy], source: torch.Tensor, window: MappedWindow) -> None:
         """See `DevicePort.copy`. The own share goes by the SMs, those of peers by copy engines."""
-        stream = _cuda.raw_stream(self.device.index)
+        stream = self.stream()
         for piece in pieces:
             if piece.peer == self._rank:
                 continue
@@ -247,6 +255,10 @@ class CudaPort(DevicePort):
     def settle(self) -> None:
         """See `DevicePort.settle`."""
         torch.cuda.current_stream(self.device).synchronize()
+
+    def stream(self) -> int:
+        """See `DevicePort.stream`."""
+        return _cuda.raw_stream(self.device.index)
 
 
 def needs_flush(ordering: int, options: int) -> bool:

@@ -36,6 +36,7 @@ from comm_core.transport import strided
 from comm_core.transport.interface import Properties, Staging, TransportSession
 from comm_core.transport.plan import Plan
 from comm_core.windows.signals import Operation
+from comm_core.windows.window import MAX_WINDOWS
 from comm_pcie.calls import BoundStream, buffer_bytes, refuse_head_chunks, refuse_output
 from comm_pcie.rdma.engine import Counters, Kind, Outcome, Quiesced
 from comm_pcie.rdma.outputs import RegisteredOutput, register
@@ -105,7 +106,7 @@ class RdmaSession(TransportSession):
         self._parts = parts
         self.route = parts.route
         self._timeout_ns = int(parts.timeout_s * 1e9)
-        self._bound = BoundStream(parts.port.device)
+        self._bound = BoundStream(parts.port.stream)
         self._outputs: dict[int, RegisteredOutput] = {}
         self._teardowns: list[Teardown] = []
         self._epoch = 0
@@ -141,10 +142,10 @@ class RdmaSession(TransportSession):
         """See `TransportSession.exchange`. Blocks until the output is complete on every rank.
 
         Raises:
-            UnsupportedError: a capture, another stream, a head-chunk call, or what NICs can't address (a second
-                batch, rows more than 65,535 bytes apart); nothing was communicated.
-            ArgumentValueError: `destination` is no registered output, or the operand lies in its input buffer and
-                does not begin there; nothing was communicated.
+            UnsupportedError: a capture, another stream, or a head-chunk call; nothing was communicated.
+            ArgumentValueError: what NICs can't address (a second batch, rows more than 65,535 bytes apart);
+                `destination` is no registered output; the operand lies in its input buffer and does not begin there.
+                Nothing was communicated.
             PeerStalledError: a rank did not come or has given up; it is named.
             TransportError: the NIC failed.
         """
@@ -188,7 +189,10 @@ class RdmaSession(TransportSession):
         try:
             self._steps(plan, geometry, source, output, Operation.of(plan.operation))
         except BaseException as error:
-            raise self._broken(plan, error, output) from error
+            outcome = self._broken(plan, error, output)
+            if outcome is error:
+                raise
+            raise outcome from error
 
     def _steps(
         self, plan: Plan, geometry: Geometry, source: torch.Tensor, output: RegisteredOutput, operation: Operation
@@ -329,6 +333,10 @@ class RdmaSession(TransportSession):
         nbytes = dtype.itemsize
         for size in shape:
             nbytes *= size
+        if len(self._port.windows.windows) >= MAX_WINDOWS:
+            raise ArgumentValueError(
+                f"all {MAX_WINDOWS} windows of this session are in use: allocate outputs once and reuse them"
+            )
         with Transaction(self._group, f"allocate output {len(self._teardowns)}") as stages:
             output = register(stages, self._port, self._engine, nbytes, f"output {len(self._teardowns)}")
             self._teardowns.append(stages.commit())

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from comm_core.errors import UnsupportedError
+from comm_core.errors import ArgumentValueError, UnsupportedError
 from comm_core.transport.plan import Copy, Plan
 from comm_pcie.rdma.geometry import Band, Geometry, Transfer, problem_of
 
@@ -25,10 +25,11 @@ def geometry_of(plan: Plan, peers: tuple[int, ...]) -> Geometry:
         peers: ranks that are reached by NIC, in the order in which they are written to.
 
     Raises:
+        ArgumentValueError: it has more than one batch.
         UnsupportedError: it has more strides than a NIC addresses, or several sources.
     """
     if plan.batch > 1:
-        raise UnsupportedError(
+        raise ArgumentValueError(
             f"{plan.operation}: routes over NICs take one batch, got {plan.batch}: exchange the batches one by one, "
             "or use the p2p route (COMM_ULYSSES_PCIE_ROUTE=p2p)"
         )
@@ -80,10 +81,10 @@ def refuse(plan: Plan, peers: tuple[int, ...], landing: int, output: int) -> Geo
         output: bytes of the output.
 
     Raises:
-        UnsupportedError: NICs can't move it; the text says what to do.
+        ArgumentValueError: NICs can't move it; the text says what to do.
     """
     geometry = geometry_of(plan, peers)
     problem = problem_of(geometry, {"landing": landing, "output": output})
     if problem:
-        raise UnsupportedError(f"{plan.operation}: {problem}")
+        raise ArgumentValueError(f"{plan.operation}: {problem}")
     return geometry
