@@ -40,7 +40,7 @@ from comm_core.windows.window import MAX_WINDOWS
 from comm_pcie.calls import BoundStream, buffer_bytes, refuse_head_chunks, refuse_output
 from comm_pcie.rdma.engine import Counters, Kind, Outcome, Quiesced
 from comm_pcie.rdma.outputs import RegisteredOutput, register
-from comm_pcie.rdma.transfers import refuse
+from comm_pcie.rdma.transfers import copies_to, refuse
 
 if TYPE_CHECKING:
     from comm_core.consensus import Teardown
@@ -105,6 +105,7 @@ class RdmaSession(TransportSession):
         self._words = parts.words
         self._parts = parts
         self.route = parts.route
+        self._mapped = (stages.group.rank, *parts.mapped)
         self._timeout_ns = int(parts.timeout_s * 1e9)
         self._bound = BoundStream(parts.port.stream)
         self._outputs: dict[int, RegisteredOutput] = {}
@@ -203,8 +204,7 @@ class RdmaSession(TransportSession):
             # Operand and output are of one size: each call moves as much away as it gets.
             output.landing[: plan.target_bytes].copy_(strided.byte_view(source, 0, plan.target_bytes))
         port.barrier(operation)
-        own = (self._group.rank, *self._parts.mapped)
-        port.copy([copy for copy in plan.sends if copy.peer in own], source, output.window)
+        port.copy(copies_to(plan, self._mapped), source, output.window.peer_pointers, output.output)
         self._require("the exchange failed", output.pair.exchange(geometry, self._epoch, self._timeout_ns))
         port.flush()
         port.barrier(operation)
