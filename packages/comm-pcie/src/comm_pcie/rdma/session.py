@@ -248,7 +248,7 @@ class RdmaSession(TransportSession):
             waited_for, reporter = error.waited_for, error.reporter
         elif isinstance(error, _NicError) and error.peer >= 0:
             waited_for = error.peer
-        text = f"{plan.operation} over {self.route!r}: {describe(error)}"
+        text = f"{plan.operation} over {self.route!r} on rank {rank}: {describe(error)}"
         steps = (
             ("tell the hosts", lambda: self._words.publish(waited_for, reporter)),
             ("tell the kernels", lambda: self._port.windows.give_up(waited_for, reporter)),
