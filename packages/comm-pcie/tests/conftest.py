@@ -105,8 +105,8 @@ def _sibling(name: str) -> ModuleType:
 @pytest.fixture(scope="session")
 def rdma_libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What tests of the routes over NICs need compiled, for the host, once."""
-    folder = tmp_path_factory.mktemp("rdma")
     emulator = _sibling("rdma_host").emulator
+    folder = emulator.session_folder(tmp_path_factory)
     return {
         "emulator": str(emulator.build(folder)),
         "engine": str(emulator.engine_module(folder).artifact.path),

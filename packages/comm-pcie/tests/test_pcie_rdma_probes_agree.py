@@ -92,7 +92,7 @@ def tree(nics: list[Any], root: Path, dev: Path) -> None:
 def test_pyverbs_and_sysfs_agree_on_the_emulator(name: str, tmp_path: Path, tmp_path_factory: Any) -> None:
     """Names, states, link layers, every entry of every table, network devices, NUMA nodes and PCI paths."""
     nics = machines()[name]
-    library = emulator.build(tmp_path_factory.getbasetemp())
+    library = emulator.build(emulator.session_folder(tmp_path_factory))
     tree(nics, tmp_path / "sys", tmp_path / "dev")
     with emulator.World(library, tmp_path / "fabric", nics) as world:
         child = subprocess.run(

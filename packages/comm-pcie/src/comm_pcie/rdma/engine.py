@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
 import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
@@ -229,6 +230,8 @@ class RdmaEngine:
         settings: Settings | None = None,
     ) -> None:
         self.handle: int | None = None
+        # Of what other threads may call: the engine must not go while they are in it.
+        self._alive = threading.Lock()
         self.api = api
         self.nic, self.gid_index, self.rank, self.world_size = nic, gid_index, rank, world_size
         chosen = [peer for peer in range(world_size) if peer != rank] if peers is None else sorted(peers)
@@ -327,7 +330,8 @@ class RdmaEngine:
     def abort(self, reason: str) -> None:
         """End a running `exchange` or `rebind` of another thread, and break the engine. From any thread."""
         text = ctypes.create_string_buffer(reason.encode())
-        self.api.call["abort"](self._open(), ctypes.addressof(text))
+        with self._alive:
+            self.api.call["abort"](self._open(), ctypes.addressof(text))
 
     def heed(self, address: int) -> None:
         """End calls as `abort` does as soon as a word of host memory is not 0, which any process may set.
@@ -380,10 +384,11 @@ class RdmaEngine:
             TransportError: pairs are still registered, work requests are outstanding (call `quiesce`; if that says
                 that teardown is not safe, leak on purpose and exit), or the library refuses.
         """
-        if self.handle is None:
-            return
-        self.api.call["close"](self.handle)
-        self.handle = None
+        with self._alive:
+            if self.handle is None:
+                return
+            self.api.call["close"](self.handle)
+            self.handle = None
 
     def _open(self) -> int:
         if self.handle is None:
@@ -394,7 +399,8 @@ class RdmaEngine:
         counters = ctypes.create_string_buffer(module.COUNTERS.size)
         broken, text = ctypes.c_uint32(), ctypes.create_string_buffer(_TEXT_BYTES)
         written = map(ctypes.addressof, (counters, broken, text))
-        self.api.call["look"](self._open(), *written, _TEXT_BYTES)
+        with self._alive:
+            self.api.call["look"](self._open(), *written, _TEXT_BYTES)
         return Counters(*module.COUNTERS.unpack_from(counters)), os.fsdecode(text.value)
 
 
