@@ -242,9 +242,11 @@ class RdmaSession(TransportSession):
         """Break the session on all ranks and return what this rank raises."""
         rank = self._group.rank
         waited_for, reporter = rank, rank
-        if isinstance(error, PeerStalledError):
-            # A kernel that was stopped knows less than the hosts have told each other.
+        if isinstance(error, (PeerStalledError, _NicError)):
+            # A kernel that was stopped, or a NIC whose peer has stopped after it was told, knows less than the hosts
+            # have told each other: each tells all before it stops anything.
             error = self._told() or error
+        if isinstance(error, PeerStalledError):
             waited_for, reporter = error.waited_for, error.reporter
         elif isinstance(error, _NicError) and error.peer >= 0:
             waited_for = error.peer
