@@ -100,14 +100,6 @@ def test_a_flush_is_made_where_it_is_needed_alone() -> None:
         assert driver.flushed == int(flushes)
 
 
-class Window:
-    """Outputs of all ranks, in memory of this process."""
-
-    def __init__(self, outputs: list[torch.Tensor], rank: int) -> None:
-        self.peer_pointers = tuple(output.data_ptr() for output in outputs)
-        self.local = outputs[rank]
-
-
 @pytest.mark.parametrize("operation", ["scatter_heads", "gather_heads"])
 def test_copies_to_peers_are_those_of_the_plan(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The hybrid route's share, rows of a width that copy engines are slow at among them."""
@@ -118,8 +110,9 @@ def test_copies_to_peers_are_those_of_the_plan(operation: str, monkeypatch: pyte
     torch.manual_seed(0)
     operands = [torch.randint(0, 250, shape, dtype=torch.uint8) for _ in range(size)]
     outputs = [torch.zeros(plan.target_bytes, dtype=torch.uint8) for plan in found]
+    addresses = [output.data_ptr() for output in outputs]
     for rank, plan in enumerate(found):
-        port(Driver(), rank=rank).copy(plan.sends, operands[rank], Window(outputs, rank))
+        port(Driver(), rank=rank).copy(plan.sends, operands[rank], addresses, outputs[rank])
     for receiver, output in enumerate(outputs):
         for sender, plan in enumerate(found):
             flat = operands[sender].flatten()
@@ -135,7 +128,7 @@ def test_slices_are_copied_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     source = torch.arange(96, dtype=torch.uint8)
     outputs = [torch.zeros(96, dtype=torch.uint8) for _ in range(2)]
     nested = Copy(1, 0, 4, 8, (Level(2, 48, 32), Level(3, 12, 8)), 5)
-    port(Driver()).copy((nested,), source, Window(outputs, 0))
+    port(Driver()).copy((nested,), source, [output.data_ptr() for output in outputs], outputs[0])
     expected = torch.zeros(96, dtype=torch.uint8)
     for at, to in nested.rows():
         expected[to : to + 5] = source[at : at + 5]

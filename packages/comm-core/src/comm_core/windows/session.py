@@ -334,6 +334,12 @@ class WindowSession(TransportSession):
                 "different calls or versions. The communicator is broken on every rank"
             )
         outputs = "The outputs are poisoned" if self._struct.poison else "What the outputs hold is undefined"
+        if stall.kind == StallKind.ABORTED and stall.reporter == stall.waited_for:
+            # A host has said so (`give_up`), and of itself.
+            return (
+                f"rank {rank} was told that rank {stall.reporter} failed ({where}). {outputs} and the communicator is "
+                "broken on every rank"
+            )
         who = "gave up" if stall.kind == StallKind.GAVE_UP else f"was told that rank {stall.reporter} gave up"
         return (
             f"rank {rank} {who} waiting for rank {stall.waited_for} ({where}) after {self._timeout_s:g} s "

@@ -9,6 +9,7 @@ deadlines and aborts they use.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import time
 from abc import ABC, abstractmethod
@@ -71,13 +72,14 @@ class DevicePort(ABC):
         """Return how a NIC can be told about memory of a window; the descriptor in it lives as long as the block."""
 
     @abstractmethod
-    def copy(self, pieces: Sequence[Copy], source: torch.Tensor, window: MappedWindow) -> None:
+    def copy(self, pieces: Sequence[Copy], source: torch.Tensor, outputs: Sequence[int], own: torch.Tensor) -> None:
         """Enqueue copies from `source` into the outputs of this rank and of peers whose memory is mapped.
 
         Args:
             pieces: copies of a plan.
             source: the operand.
-            window: the outputs begin where it does, on each rank.
+            outputs: address of each rank's output, as this rank maps it.
+            own: this rank's output.
         """
 
     @abstractmethod
@@ -149,11 +151,16 @@ class HostPort(DevicePort):
         """See `DevicePort.describe`."""
         yield Memory(address, nbytes)
 
-    def copy(self, pieces: Sequence[Copy], source: torch.Tensor, window: MappedWindow) -> None:
+    def copy(self, pieces: Sequence[Copy], source: torch.Tensor, outputs: Sequence[int], own: torch.Tensor) -> None:
         """See `DevicePort.copy`; it is done when it returns."""
         for piece in pieces:
-            target = window.view(window.peer_pointers[piece.peer], window.nbytes)
-            strided.copy_local((piece,), (source,), target)
+            if piece.peer == self._rank:
+                strided.copy_local((piece,), (source,), own)
+                continue
+            for box in copies.boxes_of(piece):
+                target, start = outputs[piece.peer] + box.target_offset, source.data_ptr() + box.source_offset
+                for row in range(box.rows):
+                    ctypes.memmove(target + row * box.target_pitch, start + row * box.source_pitch, box.row_bytes)
 
     def flush(self) -> None:
         """See `DevicePort.flush`."""
@@ -229,7 +236,7 @@ class CudaPort(DevicePort):
             if descriptor is not None:
                 os.close(descriptor)
 
-    def copy(self, pieces: Sequence[Copy], source: torch.Tensor, window: MappedWindow) -> None:
+    def copy(self, pieces: Sequence[Copy], source: torch.Tensor, outputs: Sequence[int], own: torch.Tensor) -> None:
         """See `DevicePort.copy`. The own share goes by the SMs, those of peers by copy engines."""
         stream = self.stream()
         for piece in pieces:
@@ -237,7 +244,7 @@ class CudaPort(DevicePort):
                 continue
             for box in copies.boxes_of(piece):
                 self._driver.copy_rows(
-                    window.peer_pointers[piece.peer] + box.target_offset,
+                    outputs[piece.peer] + box.target_offset,
                     box.target_pitch,
                     source.data_ptr() + box.source_offset,
                     box.source_pitch,
@@ -245,7 +252,7 @@ class CudaPort(DevicePort):
                     box.rows,
                     stream,
                 )
-        strided.copy_local([piece for piece in pieces if piece.peer == self._rank], (source,), window.local)
+        strided.copy_local([piece for piece in pieces if piece.peer == self._rank], (source,), own)
 
     def flush(self) -> None:
         """See `DevicePort.flush`. Nothing where the device orders such writes itself."""

@@ -40,7 +40,7 @@ from comm_core.windows.window import MAX_WINDOWS
 from comm_pcie.calls import BoundStream, buffer_bytes, refuse_head_chunks, refuse_output
 from comm_pcie.rdma.engine import Counters, Kind, Outcome, Quiesced
 from comm_pcie.rdma.outputs import RegisteredOutput, register
-from comm_pcie.rdma.transfers import refuse
+from comm_pcie.rdma.transfers import copies_to, refuse
 
 if TYPE_CHECKING:
     from comm_core.consensus import Teardown
@@ -105,6 +105,7 @@ class RdmaSession(TransportSession):
         self._words = parts.words
         self._parts = parts
         self.route = parts.route
+        self._mapped = (stages.group.rank, *parts.mapped)
         self._timeout_ns = int(parts.timeout_s * 1e9)
         self._bound = BoundStream(parts.port.stream)
         self._outputs: dict[int, RegisteredOutput] = {}
@@ -203,8 +204,7 @@ class RdmaSession(TransportSession):
             # Operand and output are of one size: each call moves as much away as it gets.
             output.landing[: plan.target_bytes].copy_(strided.byte_view(source, 0, plan.target_bytes))
         port.barrier(operation)
-        own = (self._group.rank, *self._parts.mapped)
-        port.copy([copy for copy in plan.sends if copy.peer in own], source, output.window)
+        port.copy(copies_to(plan, self._mapped), source, output.window.peer_pointers, output.output)
         self._require("the exchange failed", output.pair.exchange(geometry, self._epoch, self._timeout_ns))
         port.flush()
         port.barrier(operation)
@@ -242,13 +242,15 @@ class RdmaSession(TransportSession):
         """Break the session on all ranks and return what this rank raises."""
         rank = self._group.rank
         waited_for, reporter = rank, rank
-        if isinstance(error, PeerStalledError):
-            # A kernel that was stopped knows less than the hosts have told each other.
+        if isinstance(error, (PeerStalledError, _NicError)):
+            # A kernel that was stopped, or a NIC whose peer has stopped after it was told, knows less than the hosts
+            # have told each other: each tells all before it stops anything.
             error = self._told() or error
+        if isinstance(error, PeerStalledError):
             waited_for, reporter = error.waited_for, error.reporter
         elif isinstance(error, _NicError) and error.peer >= 0:
             waited_for = error.peer
-        text = f"{plan.operation} over {self.route!r}: {describe(error)}"
+        text = f"{plan.operation} over {self.route!r} on rank {rank}: {describe(error)}"
         steps = (
             ("tell the hosts", lambda: self._words.publish(waited_for, reporter)),
             ("tell the kernels", lambda: self._port.windows.give_up(waited_for, reporter)),

@@ -13,7 +13,7 @@ from comm_core.errors import ArgumentValueError, UnsupportedError
 from comm_core.transport.plan import Copy, Plan
 from comm_pcie.rdma.geometry import Band, Geometry, Transfer, problem_of
 
-__all__ = ["bands", "geometry_of", "refuse"]
+__all__ = ["bands", "copies_to", "geometry_of", "refuse"]
 
 
 @lru_cache(512)
@@ -41,6 +41,12 @@ def geometry_of(plan: Plan, peers: tuple[int, ...]) -> Geometry:
         tuple((peer, Transfer(*bands(sends[peer]))) for peer in peers),
         tuple((peer, bands(receives[peer])[1]) for peer in sorted(peers)),
     )
+
+
+@lru_cache(512)
+def copies_to(plan: Plan, ranks: tuple[int, ...]) -> tuple[Copy, ...]:
+    """Return the copies of `plan` to these ranks, which need no NIC."""
+    return tuple(copy for copy in plan.sends if copy.peer in ranks)
 
 
 def bands(copy: Copy) -> tuple[Band, Band]:
