@@ -71,9 +71,9 @@ def make_world(folder: Path, tmp_path: Path, api: VerbsApi) -> Iterator[Any]:
     """Return what makes a fabric of this test; each is checked at the end."""
     made: list[Any] = []
 
-    def make(size: int = 8, *, copies: bool = True, **changes: Any) -> Any:
-        path = tmp_path / f"fabric{len(made)}"
-        made.append(emulator.World(emulator.build(folder), path, emulator.nics(size, **changes), copies=copies))
+    def make(size: int = 8, *, copies: bool = True, shuffle: int = 0, **changes: Any) -> Any:
+        path, devices = tmp_path / f"fabric{len(made)}", emulator.nics(size, **changes)
+        made.append(emulator.World(emulator.build(folder), path, devices, copies=copies, shuffle=shuffle))
         return made[-1]
 
     yield make
@@ -108,6 +108,15 @@ def test_every_byte_is_where_it_belongs(make_world: Any, api: VerbsApi, operatio
     assert done["executed_writes"] == 3 * size * (size - 1) and done["write"] == 0
     assert done["written_bytes"] == 3 * size * (size - 1) * shape.share
     assert done["rnr_naks"] == done["errors"] == done["not_ready_posts"] == 0
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_completions_of_different_peers_come_in_any_order(make_world: Any, api: VerbsApi, seed: int) -> None:
+    """Also behind those of the next pieces of a split payload."""
+    make_world(5, max_message=150, shuffle=seed)
+    with Ranks(api, 5, 5 * 17 * 24) as ranks:
+        for operation in OPERATIONS:
+            ranks.run(Shape(operation, 5, 17, 24), seed)
 
 
 @pytest.mark.parametrize(("rows", "width"), [(1, 1), (1, 4096), (513, 1), (2, 3), (64, 1792), (5, 16383)])
