@@ -5,11 +5,13 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import os
+import re
 import statistics
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from importlib import resources
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,6 +23,7 @@ from comm_core.jit import Module
 from comm_pcie.rdma import module as packing
 from comm_pcie.rdma import verbs
 from comm_pcie.rdma.engine import (
+    Counters,
     Kind,
     LoadedVerbs,
     Memory,
@@ -406,6 +409,23 @@ def test_posting_and_polling_cost_little(make_world: Any, api: VerbsApi) -> None
     assert engine.quiesce(LONG).teardown_safe
     pair.close()
     engine.close()
+
+
+# -- Twins --------------------------------------------------------------------------------------------------------
+
+
+def test_both_languages_mean_the_same() -> None:
+    """Sizes of structs, numbers of outcomes, names of counters and the largest stride."""
+    path = Path(str(resources.files("comm_pcie"))) / "include" / "comm_pcie" / "rdma_types.h"
+    text = path.read_text(encoding="utf-8")
+    sizes = re.findall(r'sizeof\((\w+)\) == (\d+), "Twin: module.py, (\w+)"', text)
+    assert len(sizes) == 8 and all(name.upper() == twin for name, _, twin in sizes)
+    assert all(getattr(packing, twin).size == int(size) for _, size, twin in sizes)
+    kinds = dict(re.findall(r"^  k(\w+) = (\d+),", text, re.MULTILINE))
+    assert {name.upper(): int(number) for name, number in kinds.items()} == {kind.name: kind for kind in Kind}
+    (fields,) = re.findall(r"struct Counters \{(.*?)\};", text, re.DOTALL)
+    assert tuple(re.findall(r"uint64_t (\w+);", fields)) == Counters._fields
+    assert re.findall(r"kMaxStride = (\d+);", text) == [str(MAX_STRIDE)]
 
 
 # -- Loading ------------------------------------------------------------------------------------------------------
