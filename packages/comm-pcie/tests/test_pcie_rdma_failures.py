@@ -259,7 +259,7 @@ def test_a_failure_in_each_phase_of_a_call_ends_it_everywhere(
 
 @pytest.mark.parametrize("phase", ["copies", "completion", "closing"])
 def test_a_failure_on_the_hybrid_route_reaches_both_sides(ranks: RankPool, fabric: Any, phase: str) -> None:
-    """C8: ranks that a NIC writes to learn it in their polls, those of the same node by the signals of the kernels."""
+    """C8: ranks that a NIC writes to learn it in their polls, those of the same node by the kernels' signals."""
     culprit = 5
     found = ranks.run(breaking, phase, culprit, ranks=8, env=fabric.environment(route="hybrid"))
     for rank, outcome in enumerate(found):

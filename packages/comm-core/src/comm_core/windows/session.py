@@ -337,8 +337,8 @@ class WindowSession(TransportSession):
         if stall.kind == StallKind.ABORTED and stall.reporter == stall.waited_for:
             # A host has said so (`give_up`), and of itself.
             return (
-                f"rank {rank} was told that rank {stall.reporter} failed ({where}). {outputs} and the communicator is "
-                "broken on every rank"
+                f"rank {rank} was told that rank {stall.reporter} failed ({where}). {outputs} and the communicator "
+                "is broken on every rank"
             )
         who = "gave up" if stall.kind == StallKind.GAVE_UP else f"was told that rank {stall.reporter} gave up"
         return (
