@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 import comm_core
+import comm_mnnvl
 from comm_core import UlyssesBackendError, UlyssesCommunicator
 from comm_core.plugins import register, unregister
 from comm_core.testing.contract import TransportContract
@@ -119,9 +120,10 @@ def titles(page: Path) -> list[str]:
 
 
 def resolve(name: str) -> Any:
-    """Return what the public name `name` of comm_core means."""
-    value: Any = comm_core
-    for part in name.split("."):
+    """Return what the public name `name` of comm_core, or of comm_mnnvl, means."""
+    first, *rest = name.split(".")
+    value: Any = getattr(comm_core if first in comm_core.__all__ else comm_mnnvl, first)
+    for part in rest:
         value = getattr(value, part)
     return value
 
@@ -134,14 +136,14 @@ def test_operation_pages_are_about_public_names(root):
         names = titles(page)
         assert names, f"{page}: the title must name its subject in backticks"
         for name in names:
-            assert name.partition(".")[0] in comm_core.__all__, (page, name)
+            assert name.partition(".")[0] in {*comm_core.__all__, *comm_mnnvl.__all__}, (page, name)
             resolve(name)
 
 
 def test_every_public_name_has_an_operation_page(root):
     """And every method of the communicator."""
     text = "".join(path.read_text(encoding="utf-8") for path in sorted((root / "docs" / "ops").glob("*.md")))
-    names = [name for name in comm_core.__all__ if name != "__version__"]
+    names = [name for name in (*comm_core.__all__, *comm_mnnvl.__all__) if name != "__version__"]
     names += [name for name in vars(UlyssesCommunicator) if not name.startswith("_")]
     assert [name for name in names if not re.search(rf"\b{name}\b", text)] == []
 

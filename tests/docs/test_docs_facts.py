@@ -14,6 +14,7 @@ import torch
 
 import comm_core
 import comm_lowp
+import comm_mnnvl
 import comm_nvlink
 import dev
 from comm_core import UlyssesCommunicator, _env, errors, known
@@ -41,6 +42,9 @@ from comm_core.windows.signals import MAX_RANKS
 from comm_core.windows.table import MAX_LEVELS, MAX_SOURCES, PIECE_BYTES
 from comm_core.windows.transport import blocks_per_peer
 from comm_core.windows.window import MAX_WINDOWS
+from comm_mnnvl.multicast import SWITCHES
+from comm_mnnvl.plugin import plugin as mnnvl_plugin
+from comm_mnnvl.session import MnnvlSession
 from comm_nvlink.transport import VARIABLES as NVLINK_VARIABLES
 from comm_nvlink.transport import NvlinkTransport
 from comm_pcie.plugin import plugin as pcie_plugin
@@ -225,7 +229,7 @@ def test_the_transports_table_is_true(read, root):
     sizes = {
         "nvlink": ", ".join(map(str, predicates.NVLINK_SIZES)),
         "pcie": ", ".join(map(str, predicates.PCIE_SIZES)),
-        "mnnvl": f"{predicates.MNNVL_MIN_RANKS} and more",
+        "mnnvl": f"{predicates.MNNVL_MIN_RANKS} to {MAX_RANKS}",
     }
     here = {path.parent.name for path in root.glob("packages/*/pyproject.toml")}
     for name, size in sizes.items():
@@ -235,6 +239,11 @@ def test_the_transports_table_is_true(read, root):
     # As windows, on which it stands; its own tests compare its session's properties with those.
     verified = ", ".join(NvlinkTransport.verified_on) or "nothing yet"
     assert rows["nvlink"][3:] == [*rows["windows"][3:-1], verified]
+    (mnnvl,) = mnnvl_plugin.comm_transports()
+    assert MnnvlSession.properties == WindowSession.properties
+    assert rows["mnnvl"][3:] == [*rows["windows"][3:-1], ", ".join(mnnvl.verified_on) or "nothing yet"]
+    able = [n for n in range(1, 20) if mnnvl.assess(request_of("mnnvl", n), topologies.nvlink_mesh(n)).eligible]
+    assert able == list(range(predicates.MNNVL_MIN_RANKS, MAX_RANKS + 1))
     (pcie,) = pcie_plugin.comm_transports()
     asked = [interface.Request("pcie", n, "cuda") for n in range(1, 20)]
     able = [item.world_size for item in asked if pcie.assess(item, topologies.nvlink_mesh(item.world_size)).eligible]
@@ -248,6 +257,18 @@ def test_the_transports_table_is_true(read, root):
         "collective" if properties.shared_resources else "local",
         ", ".join(pcie.verified_on) or "nothing yet",
     ]
+
+
+def request_of(name: str, size: int) -> interface.Request:
+    return interface.Request(name, size, "cuda")
+
+
+def test_the_switches_of_multicast_are_documented(read):
+    """With the values that turn it off; and the variables are in the list of those of other libraries."""
+    rows = table(read("docs/mnnvl.md"), "switch")
+    assert {names(row[0])[0]: names(row[1])[0] for row in rows} == dict(SWITCHES)
+    others = read("docs/environment.md").partition("## Of other libraries")[2].partition("\n## ")[0]
+    assert set(SWITCHES) <= set(names(others))
 
 
 def test_the_numbers_in_the_windows_page_are_the_code_s(read):
@@ -405,6 +426,7 @@ def test_names_to_migrate_to_exist(read):
             what, _, arguments = item.rstrip(")").partition("(")
             found = getattr(comm_core, what, None) or getattr(UlyssesCommunicator, what, None)
             found = found or getattr(comm_lowp, what, None) or getattr(comm_nvlink, what, None)
+            found = found or getattr(comm_mnnvl, what, None)
             assert (found is None) == (kind.strip() == "absent"), item
             if found is not None and arguments and arguments != "…":
                 shown = [part.strip() for part in arguments.split(",")]
@@ -412,7 +434,8 @@ def test_names_to_migrate_to_exist(read):
                 assert [part for part in shown if part != "*"] == real, item
             seen.add(what)
     public = {name for name in vars(UlyssesCommunicator) if not name.startswith("_")}
-    assert public - seen == {"dtype", "device", "rank", "world_size", "bytes_sent", "memory_pool", "check"}
+    more = {"dtype", "device", "rank", "world_size", "bytes_sent", "memory_pool", "check"}
+    assert public - seen == more | {"checkpoint_prepare", "checkpoint_restore"}
 
 
 # All-reduce

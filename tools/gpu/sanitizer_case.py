@@ -97,6 +97,7 @@ _BACKENDS: dict[str, tuple[tuple[str, dict[str, Any], str], ...]] = {
     "nvlink": (("nvlink", {}, ""), ("nvlink", {}, "0"), ("nvlink", {"max_sms": 0}, "")),
     # Outputs are registered, and there are no head chunks.
     "pcie": (("pcie", {}, ""),),
+    "mnnvl": (("mnnvl", {}, ""),),
 }
 """Name of a case -> backend, arguments, and bytes from which on NVLink uses the copy engines."""
 
@@ -128,6 +129,12 @@ def run_rank(rank: int, ranks: int, store: Any, case: str) -> None:
                 head_chunk(comm)
             small_gather(comm)
             torch.cuda.synchronize()
+            if backend == "mnnvl":
+                # The same memory at the same addresses, but none that was there before.
+                comm.checkpoint_prepare()
+                comm.checkpoint_restore(None)
+                whole_heads(comm, direct=True)
+                small_gather(comm)
     dist.destroy_process_group()
     print(f"rank {rank}: ok", flush=True)
 

@@ -189,7 +189,12 @@ def sanitizer_errors(text: str) -> int | None:
     return sum(found) if found else None
 
 
-_SANITIZED: Mapping[str, tuple[int, ...]] = {"windows": (2, 4, 8), "nvlink": (2, 4, 6, 8), "pcie": (2, 4, 8)}
+_SANITIZED: Mapping[str, tuple[int, ...]] = {
+    "windows": (2, 4, 8),
+    "nvlink": (2, 4, 6, 8),
+    "pcie": (2, 4, 8),
+    "mnnvl": (2, 4, 8),
+}
 """Case of `gpu.sanitizer_case` -> how many ranks it is run with."""
 _PLANTED = "a planted error"
 

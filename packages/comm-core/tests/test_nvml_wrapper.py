@@ -208,6 +208,55 @@ def test_fabric_is_read_in_the_driver_s_layout(declared, uuid):
         assert nvml.notes == []
 
 
+@pytest.mark.parametrize("known", [{2}, {2, 3}, {3}, {2, 3, 4}, {4}], ids=str)
+@pytest.mark.parametrize("uuid", UUIDS.values(), ids=UUIDS)
+def test_every_generation_of_the_fabric_structure_is_read(known, uuid):
+    """A13, I1: the newest that the driver knows, whichever those are; raw 16 bytes in all of them."""
+    machine = FakeMachine.of(1)
+    machine.change(0, fabric=FakeFabric(cluster_uuid=uuid, clique_id=9))
+    nvml = FakeNvml(machine, fabric_versions=frozenset(known))
+    with opened(nvml) as session:
+        assert session.fabric(session.devices()[0]) == FabricFacts("completed", 0, uuid.hex(), 9)
+        assert session.notes == []
+    asked = [call for call in nvml.calls if "Fabric" in call]
+    assert len(asked) == {2: 3, 3: 2, 4: 1}[max(known)]
+
+
+@pytest.mark.parametrize(
+    ("cliques", "expected"),
+    [
+        (((0, 5),), 5),
+        (((0, 5), (1, 6), (2, 7)), 5),
+        (((1, 6), (2, 7)), None),
+        ((), None),
+        (tuple((3, number) for number in range(64)), None),
+    ],
+    ids=["pointers", "several kinds", "no pointers", "none", "full"],
+)
+def test_the_clique_of_plain_pointers_counts(cliques, expected):
+    """I8: one of multicast or of another way of reaching peers says nothing about loads and stores."""
+    machine = FakeMachine.of(1)
+    uuid = UUIDS["leading zero"]
+    machine.change(0, fabric=FakeFabric(cluster_uuid=uuid, cliques=cliques))
+    with opened(FakeNvml(machine, fabric_versions=frozenset({4}))) as session:
+        assert session.fabric(session.devices()[0]) == FabricFacts("completed", 0, uuid.hex(), expected)
+
+
+def test_a_binding_without_the_newest_function_is_asked_for_the_older_one():
+    """A13: an old binding over a new driver."""
+
+    class Old(FakeNvml):
+        @property
+        def nvmlDeviceGetGpuFabricInfo_v4(self):  # type: ignore[override]
+            raise AttributeError("module 'pynvml' has no attribute 'nvmlDeviceGetGpuFabricInfo_v4'")
+
+    machine = FakeMachine.of(1)
+    machine.change(0, fabric=FakeFabric(cluster_uuid=UUIDS["leading zero"], clique_id=9))
+    with opened(Old(machine, fabric_versions=frozenset({2, 3, 4}))) as session:
+        assert session.fabric(session.devices()[0]).clique_id == 9
+        assert session.notes == []
+
+
 def test_the_faked_old_binding_really_is_wrong():
     """A13: guards the tests above: reading through the 100-byte structure finds neither UUID nor state."""
     machine = FakeMachine.of(1)
@@ -329,7 +378,13 @@ def test_numbers_agree_with_the_installed_binding():
     assert (pynvml.NVML_P2P_CAPS_INDEX_WRITE, pynvml.NVML_P2P_CAPS_INDEX_NVLINK) == (1, 2)
     assert pynvml.NVML_P2P_CAPS_INDEX_ATOMICS == 3
     assert (pynvml.NVML_P2P_STATUS_OK, pynvml.NVML_P2P_STATUS_UNKNOWN) == (0, 6)
-    assert pynvml.nvmlGpuFabricInfo_v2 == _nvml._FABRIC_VERSION_2
+    tags = [info.version for info, name in _nvml._fabric_questions() if name == "nvmlDeviceGetGpuFabricInfoV"]
+    assert tags == [0x03000028, 0x02000024]
+    assert pynvml.nvmlGpuFabricInfo_v2 == tags[1]
+    assert getattr(pynvml, "nvmlGpuFabricInfo_v3", tags[0]) == tags[0]
+    newest = getattr(pynvml, "c_nvmlGpuFabricInfo_v4_t", _nvml._FabricInfo4)
+    assert ctypes.sizeof(newest) == ctypes.sizeof(_nvml._FabricInfo4) == 548
+    assert getattr(pynvml, "NVML_GPU_FABRIC_CLIQUE_TYPE_UNICAST_POINTER", 0) == _nvml._UNICAST_POINTER
     for number, name in _nvml._ANCESTORS.items():
         assert getattr(pynvml, f"NVML_TOPOLOGY_{name.upper()}") == number
     for number, name in _nvml._FABRIC_STATES.items():

@@ -76,7 +76,7 @@ def single(**changes: Any) -> UlyssesCommunicator:
         ({"backend": "warp"}, JointValueError, "warp"),
         ({"backend": None}, JointValueError, "NoneType"),
         ({"backend": "nccl"}, UlyssesBackendError, "cpu"),
-        ({"backend": "mnnvl"}, UlyssesBackendError, "pip install comm-mnnvl"),
+        ({"backend": "mnnvl"}, UlyssesBackendError, "comm-mnnvl"),
     ],
 )
 def test_bad_constructor_arguments_name_the_value(

@@ -87,22 +87,23 @@ class Device:
         with self.current():
             self._call("cuCtxSynchronize")
 
-    def granularity(self) -> int:
+    def granularity(self, *, fabric: bool = False) -> int:
         """Return what sizes and addresses of exportable memory are best a multiple of, in bytes."""
         flag = self._api.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
         with self.current():
-            return int(self._call("cuMemGetAllocationGranularity", self._properties(), flag))
+            return int(self._call("cuMemGetAllocationGranularity", self._properties(fabric), flag))
 
-    def create(self, nbytes: int) -> int:
-        """Allocate physical memory that can be exported as a file descriptor; return its handle.
+    def create(self, nbytes: int, *, fabric: bool = False) -> int:
+        """Allocate physical memory that can be exported; return its handle.
 
         Network cards can reach it where the device supports that.
 
         Args:
             nbytes: a multiple of `granularity`.
+            fabric: whether it is exported as a fabric handle, which other hosts can import, or as a file descriptor.
         """
         with self.current():
-            return int(self._call("cuMemCreate", nbytes, self._properties(), 0))
+            return int(self._call("cuMemCreate", nbytes, self._properties(fabric), 0))
 
     def release(self, handle: int) -> None:
         """Give a handle up. The memory goes when its mappings and everybody's other handles are gone as well."""
@@ -112,12 +113,22 @@ class Device:
     def export_descriptor(self, handle: int) -> int:
         """Return a new file descriptor that stands for physical memory; the caller closes it."""
         with self.current():
-            return int(self._call("cuMemExportToShareableHandle", handle, self._posix_descriptor(), 0))
+            return int(self._call("cuMemExportToShareableHandle", handle, self._handle_type(False), 0))
 
     def import_descriptor(self, descriptor: int) -> int:
         """Return a handle of the physical memory behind a file descriptor; the descriptor may then be closed."""
         with self.current():
-            return int(self._call("cuMemImportFromShareableHandle", descriptor, self._posix_descriptor()))
+            return int(self._call("cuMemImportFromShareableHandle", descriptor, self._handle_type(False)))
+
+    def export_fabric(self, handle: int) -> bytes:
+        """Return the 64 bytes that stand for physical memory in the whole NVLink fabric; nothing is to be closed."""
+        with self.current():
+            return bytes(self._call("cuMemExportToShareableHandle", handle, self._handle_type(True), 0).data)
+
+    def import_fabric(self, data: bytes) -> int:
+        """Return a handle of the physical memory, of any host of the fabric, that `export_fabric` stands for."""
+        with self.current():
+            return int(self._call("cuMemImportFromShareableHandle", data, self._handle_type(True)))
 
     def reserve(self, nbytes: int, alignment: int) -> int:
         """Reserve addresses with nothing behind them; return the first."""
@@ -198,24 +209,59 @@ class Device:
         with self.current():
             self._call("cuMemcpy2DAsync", copy, self._api.CUstream(stream))
 
+    def multicast_granularity(self, devices: int, nbytes: int, *, fabric: bool) -> int:
+        """Return what the memory that is bound to a multicast object must be a multiple of, in bytes."""
+        flag = self._api.CUmulticastGranularity_flags.CU_MULTICAST_GRANULARITY_MINIMUM
+        with self.current():
+            properties = self._multicast_properties(devices, nbytes, fabric)
+            return int(self._call("cuMulticastGetGranularity", properties, flag))
+
+    def multicast_create(self, devices: int, nbytes: int, *, fabric: bool) -> int:
+        """Make a multicast object for `nbytes` of each of `devices`; return its handle. A machine has few."""
+        with self.current():
+            return int(self._call("cuMulticastCreate", self._multicast_properties(devices, nbytes, fabric)))
+
+    def multicast_add(self, handle: int) -> None:
+        """Add this device to a multicast object. Nothing may be bound to it before all its devices are there."""
+        with self.current():
+            self._call("cuMulticastAddDevice", handle, self._device)
+
+    def multicast_bind(self, handle: int, memory: int, nbytes: int) -> None:
+        """Let what is stored through a multicast object arrive in this device's physical memory `memory` as well."""
+        with self.current():
+            self._call("cuMulticastBindMem", handle, 0, memory, 0, nbytes, 0)
+
+    def multicast_unbind(self, handle: int, nbytes: int) -> None:
+        """Undo `multicast_bind`."""
+        with self.current():
+            self._call("cuMulticastUnbind", handle, self._device, 0, nbytes)
+
     def is_legacy_ipc_capable(self, pointer: int) -> bool:
         """Return whether the memory that `pointer` lies in can be exported by legacy CUDA IPC."""
         attribute = self._api.CUpointer_attribute.CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
         with self.current():
             return bool(self._call("cuPointerGetAttribute", attribute, pointer))
 
-    def _properties(self) -> Any:
+    def _properties(self, fabric: bool) -> Any:
         properties = self._api.CUmemAllocationProp()
         properties.type = self._api.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
-        properties.requestedHandleTypes = self._posix_descriptor()
+        properties.requestedHandleTypes = self._handle_type(fabric)
         properties.location.type = self._api.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         properties.location.id = self.index
         if self.attribute("GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED"):
             properties.allocFlags.gpuDirectRDMACapable = 1
         return properties
 
-    def _posix_descriptor(self) -> Any:
-        return self._api.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+    def _multicast_properties(self, devices: int, nbytes: int, fabric: bool) -> Any:
+        properties = self._api.CUmulticastObjectProp()
+        properties.numDevices = devices
+        properties.size = nbytes
+        properties.handleTypes = int(self._handle_type(fabric))
+        return properties
+
+    def _handle_type(self, fabric: bool) -> Any:
+        kinds = self._api.CUmemAllocationHandleType
+        return kinds.CU_MEM_HANDLE_TYPE_FABRIC if fabric else kinds.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 
     def _call(self, name: str, *arguments: object) -> Any:
         """Call the driver; return its one value, or None where it has none."""

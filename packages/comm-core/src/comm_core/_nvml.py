@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
@@ -30,7 +30,10 @@ source: Callable[[], Any] = _import_binding
 
 # Numbers of NVML's C interface, spelled out instead of taken from the binding: in current releases of nvidia-ml-py
 # NVML_P2P_CAPS_INDEX_READ is the tuple (0,) because of a stray comma, and ctypes refuses it.
+_ERROR_INVALID_ARGUMENT = 2
 _ERROR_NOT_SUPPORTED = 3
+_ERROR_FUNCTION_NOT_FOUND = 13
+_ERROR_VERSION_MISMATCH = 25
 _P2P_READ, _P2P_WRITE, _P2P_NVLINK, _P2P_ATOMICS = range(4)
 _P2P_OK = 0
 _P2P_KNOWN_NO = range(1, 6)  # chipset, GPU, topology, disabled by registry key, not supported; 6 is "unknown"
@@ -41,12 +44,12 @@ _FABRIC_STATES = {0: "not_supported", 1: "not_started", 2: "in_progress", 3: "co
 _MAX_LINKS = 64
 
 
-class _FabricInfo(ctypes.Structure):
+class _FabricInfo2(ctypes.Structure):
     """nvmlGpuFabricInfo_v2_t as C has it. 36 bytes, which is also what its version tag says.
 
-    The binding's own structure is not used: one release declares 100 bytes for it, so that status, clique and state
-    are read far behind what the driver wrote; another declares the UUID as text, which ends at the first zero byte;
-    and all declare the one-byte state as four.
+    The binding's own structures are not used: one release declares 100 bytes for this one, so that status, clique and
+    state are read far behind what the driver wrote; another declares the UUID as text, which ends at the first zero
+    byte; and all declare the one-byte state as four.
     """
 
     _fields_ = (
@@ -59,7 +62,46 @@ class _FabricInfo(ctypes.Structure):
     )
 
 
-_FABRIC_VERSION_2 = 2 << 24 | ctypes.sizeof(_FabricInfo)
+class _FabricInfo3(ctypes.Structure):
+    """nvmlGpuFabricInfo_v3_t: the same and a summary of the health, 40 bytes."""
+
+    _fields_ = (*_FabricInfo2._fields_, ("health_summary", ctypes.c_uint8))
+
+
+class _FabricClique(ctypes.Structure):
+    _fields_ = (("type", ctypes.c_uint8), ("id", ctypes.c_uint32))
+
+
+class _FabricInfo4(ctypes.Structure):
+    """nvmlGpuFabricInfo_v4_t: without a version, and with a clique for each way of reaching peers."""
+
+    _fields_ = (
+        ("cluster_uuid", ctypes.c_uint8 * 16),
+        ("status", ctypes.c_uint32),
+        ("cliques", _FabricClique * 64),
+        ("num_cliques", ctypes.c_uint32),
+        ("state", ctypes.c_uint8),
+        ("health_mask", ctypes.c_uint32),
+        ("health_summary", ctypes.c_uint8),
+    )
+
+    @property
+    def clique_id(self) -> int | None:
+        """The clique within which plain pointers reach the peers' memory, which is what all transports here use."""
+        known = list(self.cliques)[: min(self.num_cliques, 64)]
+        return next((clique.id for clique in known if clique.type == _UNICAST_POINTER), None)
+
+
+_UNICAST_POINTER = 0
+_OLDER = frozenset({_ERROR_INVALID_ARGUMENT, _ERROR_FUNCTION_NOT_FOUND, _ERROR_VERSION_MISMATCH})
+"""How a driver says that it does not know a structure: there is an older one to ask for."""
+
+
+def _fabric_questions() -> Iterator[tuple[Any, str]]:
+    """Yield structures for the fabric information and the functions that fill them, the newest first."""
+    yield _FabricInfo4(), "nvmlDeviceGetGpuFabricInfo_v4"
+    for number, kind in ((3, _FabricInfo3), (2, _FabricInfo2)):
+        yield kind(version=number << 24 | ctypes.sizeof(kind)), "nvmlDeviceGetGpuFabricInfoV"
 
 
 @dataclass(frozen=True)
@@ -214,8 +256,13 @@ class Nvml:
 
     def fabric(self, device: NvmlDevice) -> FabricFacts:
         """Return the fabric information (multi-node NVLink) of the GPU."""
-        info = _FabricInfo(version=_FABRIC_VERSION_2)
-        _, error = self._try(lambda n: n.nvmlDeviceGetGpuFabricInfoV(device.handle, ctypes.byref(info)))
+        info: Any = None
+        error: Exception | None = None
+        for info, name in _fabric_questions():
+            _, error = self._try(lambda n, name=name, info=info: getattr(n, name)(device.handle, ctypes.byref(info)))
+            # An older binding has no function for a newer structure, an older driver refuses it.
+            if not isinstance(error, AttributeError) and (error is None or _code(error) not in _OLDER):
+                break
         if error is not None:
             if _code(error) == _ERROR_NOT_SUPPORTED:
                 return FabricFacts(state="not_supported")

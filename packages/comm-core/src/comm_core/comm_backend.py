@@ -31,6 +31,7 @@ __all__ = [
     "MPIMissingError",
     "NoProcessGroupError",
     "TorchDistBackend",
+    "group_of",
 ]
 
 _MAX_CHARACTERS = 4 << 20
@@ -327,6 +328,20 @@ class CommBackendGroup(Group):
                 hint="Every rank must make the same calls in the same order",
             )
         return [record["value"] for record in records]
+
+
+def group_of(ranks: CommBackend | ProcessGroup | Group | None) -> Group:
+    """Return what stands for a set of ranks as a group: a `CommBackend`, a process group, a group, or None for WORLD.
+
+    Raises:
+        ArgumentTypeError: it is none of these.
+        ArgumentValueError: this process is not a member, or torch.distributed is not initialized.
+    """
+    if isinstance(ranks, Group):
+        return ranks
+    if isinstance(cast("object", ranks), CommBackend):
+        return CommBackendGroup(cast("CommBackend", ranks))
+    return as_group(cast("ProcessGroup | None", ranks))
 
 
 _METHODS = ("Get_rank", "Get_size", "allgather", "bcast", "barrier", "Split")

@@ -175,6 +175,20 @@ class Teardown:
             if attempt == _ATTEMPTS - 1:
                 raise_failures(what, outcomes, cause=failure)
 
+    def release_alone(self) -> None:
+        """Take everything down on this rank alone, last step first. May be called again after it failed.
+
+        For what no other rank has any part in: memory that was detached. Anything else needs `close`.
+
+        Raises:
+            CommError: a step can't be taken down; the ones before it in order are left too.
+        """
+        for step in reversed(self._steps):
+            failure = _attempt(step)
+            if failure is not None:
+                # What earlier steps made may be needed to take this one down.
+                raise CommError(f"close {self.what}: can't take down {step.name!r}: {describe(failure)}") from failure
+
     def abandon(self) -> int:
         """Release, on this rank alone, what no peer can touch; return the bytes that are kept. Never raises."""
         kept = 0

@@ -15,6 +15,7 @@ __all__ = [
     "AllReduceBackendError",
     "ArgumentTypeError",
     "ArgumentValueError",
+    "CheckpointError",
     "ClosedError",
     "CommError",
     "CudaCallError",
@@ -50,6 +51,10 @@ class ArgumentTypeError(ArgumentValueError, TypeError):
 
 class ClosedError(CommError, RuntimeError):
     """The object was used after `close()`."""
+
+
+class CheckpointError(CommError, RuntimeError):
+    """Memory is detached for a checkpoint, or detaching or restoring it failed half-way, which is final."""
 
 
 class UnsupportedError(CommError, RuntimeError):

@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, cast
 
 from comm_core import _env
 from comm_core._json import Json, canonical
-from comm_core.errors import ArgumentTypeError, ArgumentValueError, GroupTimeoutError, JointError
+from comm_core.errors import ArgumentTypeError, ArgumentValueError, CheckpointError, GroupTimeoutError, JointError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["Group", "MemoryStore", "Store", "StoreGroup", "as_group", "thread_groups"]
+__all__ = ["DetachedGroup", "Group", "MemoryStore", "Store", "StoreGroup", "as_group", "thread_groups"]
 
 _OK = "ok"
 _PREFIX = "comm_core/1"
@@ -88,6 +88,30 @@ class Group(ABC):
     def barrier(self, what: str, *, timeout_s: float | None = None) -> None:
         """Return when every rank has called. Collective; errors as in `gather`."""
         self.gather(what, None, timeout_s=timeout_s)
+
+
+class DetachedGroup(Group):
+    """Stands for a group that was let go: its rank and size are known, and whoever wants to gather is told.
+
+    Args:
+        group: the group that it stands for; not kept.
+        what: the thing that let it go, in words.
+    """
+
+    def __init__(self, group: Group, what: str) -> None:
+        self.rank = group.rank
+        self.size = group.size
+        self.name = group.name
+        self.timeout_s = group.timeout_s
+        self._what = what
+
+    def gather(self, what: str, value: Json, *, timeout_s: float | None = None) -> list[Json]:
+        """Raise: there is nobody to ask.
+
+        Raises:
+            CheckpointError: always.
+        """
+        raise CheckpointError(f"{what}: {self._what} has no group while its memory is detached")
 
 
 class Store(ABC):

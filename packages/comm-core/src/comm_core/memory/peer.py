@@ -5,7 +5,11 @@
 | ``in_process`` | a torch allocation | plain addresses | ranks that are threads of one process |
 | ``vmm_fd`` | ``cuMemCreate`` | file descriptors over unix sockets | CUDA VMM, one network or mount namespace |
 | ``cuda_ipc`` | ``cudaMalloc`` | legacy IPC handles, through the group | one PID namespace |
-| ``host_fd`` | ``memfd_create`` | file descriptors over unix sockets | as ``vmm_fd``, and to be asked for by name |
+| ``vmm_fabric`` | ``cuMemCreate`` | 64 bytes through the group | one NVLink fabric, on one host or several |
+| ``host_fd`` | ``memfd_create`` | file descriptors over unix sockets | as ``vmm_fd`` |
+
+The last two are used only where they are asked for by name: looking for a fabric allocates, and no group of one host
+needs it; and memory of the host is no device memory.
 
 Two rules hold for all of them. A rank's own address is its own allocation, never an import of it. And memory is freed
 only after every rank has waited for its device and has unmapped it: each of the three is agreed by the group before
@@ -44,6 +48,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AUTO",
+    "FABRIC",
     "FORMS",
     "HOST",
     "FormChoice",
@@ -62,7 +67,10 @@ AUTO = "auto"
 """Means the first form of `FORMS` that the group can use."""
 
 FORMS = ("in_process", "vmm_fd", "cuda_ipc")
-"""Forms in the order in which they are preferred."""
+"""Forms that are looked for, in the order in which they are preferred."""
+
+FABRIC = "vmm_fabric"
+"""The form of device memory that is used only by name."""
 
 HOST = "host_fd"
 """Memory of the host. It must be asked for by name: whoever wants device memory must never get it."""
@@ -71,6 +79,7 @@ _CLASSES = {
     "in_process": ("comm_core.memory.in_process", "InProcessMemory"),
     "vmm_fd": ("comm_core.memory.vmm", "VmmMemory"),
     "cuda_ipc": ("comm_core.memory.cuda_ipc", "CudaIpcMemory"),
+    FABRIC: ("comm_core.memory.vmm_fabric", "VmmFabricMemory"),
     HOST: ("comm_core.memory.host_fd", "HostFdMemory"),
 }
 
@@ -83,6 +92,7 @@ class PeerMemory(ABC):
 
     Class attributes:
         name: of the form.
+        detachable: whether memory can be taken away from behind its addresses and brought back (`detach`, `attach`).
 
     Attributes:
         device: this rank's.
@@ -93,6 +103,7 @@ class PeerMemory(ABC):
     """
 
     name: ClassVar[str]
+    detachable: ClassVar[bool] = False
 
     def __init__(self, device: torch.device, rank: int) -> None:
         self.device = device
@@ -114,6 +125,14 @@ class PeerMemory(ABC):
         Raises:
             CommError: this rank can't use the form on `device`.
         """
+
+    def arrange(self, world_size: int, stride: int) -> None:
+        """Before `allocate`: place the memory of `world_size` ranks at addresses that are `stride` bytes apart.
+
+        Raises:
+            UnsupportedError: memory of this form lies where it lies.
+        """
+        raise UnsupportedError(f"memory of the form {self.name!r} can't be placed at chosen addresses")
 
     @abstractmethod
     def allocate(self, nbytes: int) -> None:
@@ -147,6 +166,22 @@ class PeerMemory(ABC):
     @abstractmethod
     def free(self) -> None:
         """Free this rank's memory."""
+
+    def detach_peers(self) -> None:
+        """Take every peer's memory away from behind its addresses, which stay this process's.
+
+        Raises:
+            UnsupportedError: memory of this form has no addresses without memory.
+        """
+        raise UnsupportedError(f"memory of the form {self.name!r} can't be detached from its addresses")
+
+    def detach(self) -> None:
+        """Give this rank's own memory up and keep its addresses; errors as in `detach_peers`."""
+        raise UnsupportedError(f"memory of the form {self.name!r} can't be detached from its addresses")
+
+    def attach(self) -> None:
+        """Allocate this rank's memory anew, at its addresses. `export`, `exchange` and `map` follow as at first."""
+        raise UnsupportedError(f"memory of the form {self.name!r} can't be detached from its addresses")
 
     def drop(self) -> None:
         """Free this rank's memory unless peers may have it; then note that it is kept.
@@ -278,8 +313,8 @@ def choose_form(facts: Sequence[MemoryFacts], requested: str = AUTO) -> FormChoi
 
     Args:
         facts: every rank's, in rank order.
-        requested: `AUTO` or one of `FORMS`. For a form by name, what is unknown about a host is left to the attempt,
-            which fails on all ranks together; otherwise unknown counts as no.
+        requested: `AUTO`, one of `FORMS`, or `FABRIC`. For a form by name, what is unknown about a host is left to
+            the attempt, which fails on all ranks together; otherwise unknown counts as no.
     """
     if requested != AUTO:
         reason = _against(requested, facts, unknown_too=False)
@@ -314,6 +349,8 @@ def _between(form: str, facts: Sequence[MemoryFacts], *, unknown_too: bool) -> s
         if len(processes) > 1:
             return f"the ranks are {len(processes)} processes"
         return f"the ranks use different devices ({', '.join(sorted(devices))})" if len(devices) > 1 else None
+    if form == FABRIC:
+        return None  # Who asks for it has looked at the fabric, and the imports decide.
     if form in ("vmm_fd", HOST):
         return out_of_reach(ranks, unknown_too=unknown_too)
     if len(processes) < len(facts):
@@ -333,9 +370,11 @@ class Mapped:
         addresses: of all ranks' memory in rank order, valid in this process for this rank's device; this rank's own
             at the position of its rank.
         nbytes: of each rank's memory; what was asked for, rounded up alike on all ranks.
-        form: one of `FORMS`.
+        form: one of `FORMS`, or `FABRIC`.
         reason: why that one.
         number: as it was passed.
+        stride: bytes from one rank's memory to the next one's; 0 where they were not asked for.
+        memory: what this rank holds of it, for who takes it away and brings it back.
     """
 
     addresses: tuple[int, ...]
@@ -343,6 +382,8 @@ class Mapped:
     form: str
     reason: str = ""
     number: int | None = None
+    stride: int = 0
+    memory: PeerMemory | None = field(default=None, repr=False, compare=False)
 
 
 def map_jointly(
@@ -353,6 +394,7 @@ def map_jointly(
     form: str = AUTO,
     what: str = "memory",
     number: int | None = None,
+    stride: int = 0,
     timeout_s: float | None = None,
 ) -> Mapped:
     """Allocate memory on every rank and map it on all ranks, as steps of `stages`. Collective.
@@ -364,9 +406,11 @@ def map_jointly(
         stages: the transaction; a failure on any rank takes its steps down on all ranks.
         nbytes: bytes of each rank's memory, equal on all ranks; at least 1.
         device: this rank's, with an explicit ordinal.
-        form: `AUTO`, one of `FORMS`, or `HOST` on a CPU; equal on all ranks.
+        form: `AUTO`, one of `FORMS`, or `FABRIC`, or on a CPU `HOST`; equal on all ranks.
         what: the memory, in words, for the names of steps; unique in the transaction and equal on all ranks.
         number: of the allocation, equal on all ranks: what tells joint allocations apart.
+        stride: bytes from one rank's memory to the next one's on every rank, rounded up to what is possible and at
+            least the memory itself; 0 for wherever it comes to lie. Only forms of virtual memory can.
         timeout_s: seconds that passing file descriptors may take; None is the group's `timeout_s`.
 
     Raises:
@@ -383,7 +427,8 @@ def map_jointly(
         facts = probe_memory(group.rank, device, forms=looked_at, trial=form == AUTO)
         if form in facts.refusals:
             raise UnsupportedError(facts.refusals[form])  # Asked for by name, so this rank alone decides.
-        return {"facts": facts.to_json(), "request": {"nbytes": nbytes, "form": form, "number": number}}
+        request: JsonObject = {"nbytes": nbytes, "form": form, "number": number, "stride": stride}
+        return {"facts": facts.to_json(), "request": request}
 
     _, records = stages.step_shared(f"look at {what}", look, _same)
     facts = _agreed(what, cast("list[Mapping[str, Json]]", records))
@@ -393,9 +438,12 @@ def map_jointly(
         raise JointError(f"{what} can't be shared in the form {form!r}: {reason}", where)
     granule = math.lcm(*(item.granules[chosen] for item in facts))
     size = -(-nbytes // granule) * granule
+    apart = max(-(-stride // granule) * granule, size) if stride else 0
 
     def allocate() -> PeerMemory:
         memory = _form(chosen)(device, group.rank)
+        if apart:
+            memory.arrange(group.size, apart)
         memory.allocate(size)
         return memory
 
@@ -412,7 +460,7 @@ def map_jointly(
     shared = cast("list[JsonObject]", exports)
     stages.step(f"exchange {what}", lambda: memory.exchange(shared, seconds), lambda _: memory.unmap())
     addresses = stages.step(f"map {what}", lambda: memory.map(shared), lambda _: memory.settle())
-    return Mapped(addresses, size, chosen, reason, number)
+    return Mapped(addresses, size, chosen, reason, number, apart, memory)
 
 
 def _same(value: JsonObject) -> Json:

@@ -37,6 +37,7 @@ class _Segment:
         handle: of the physical memory, or None.
         address: first reserved address, or 0.
         mapped: whether the memory is behind the addresses.
+        lent: whether the addresses are part of a larger reservation, which is somebody else's to give back.
     """
 
     device: Device
@@ -44,9 +45,10 @@ class _Segment:
     handle: int | None = None
     address: int = 0
     mapped: bool = False
+    lent: bool = False
 
     def place(self, alignment: int) -> None:
-        """Reserve addresses, put the memory behind them, and let the device use them."""
+        """Reserve addresses where there are none yet, put the memory behind them, and let the device use them."""
         if not self.address:
             self.address = self.device.reserve(self.nbytes, alignment)
         assert self.handle is not None
@@ -66,15 +68,16 @@ class _Segment:
     def release(self) -> None:
         """Give everything back."""
         self.vacate()
-        if self.address:
+        if self.address and not self.lent:
             self.device.free_reservation(self.address, self.nbytes)
-            self.address = 0
+        self.address = 0
 
 
 class VmmMemory(PeerMemory):
     """``cuMemCreate`` on this rank's device, imported by the peers from file descriptors."""
 
     name = "vmm_fd"
+    detachable = True
 
     def __init__(self, device: torch.device, rank: int) -> None:
         super().__init__(device, rank)
@@ -82,9 +85,18 @@ class VmmMemory(PeerMemory):
         self._granule = 0
         self._segment: _Segment | None = None
         self._imported: dict[int, _Segment] = {}
+        self._range: tuple[int, int] | None = None
+        """Address and bytes of one reservation for the memory of all ranks."""
+        self._stride = 0
         self._exchange: Exchange | None = None
         self._exported = -1
         self._received: dict[int, int] = {}
+
+    @property
+    def handle(self) -> int:
+        """Handle of this rank's physical memory; another one after each `attach`."""
+        assert self._segment is not None and self._segment.handle is not None
+        return self._segment.handle
 
     @classmethod
     def probe(cls, device: torch.device, *, trial: bool) -> int:
@@ -103,12 +115,22 @@ class VmmMemory(PeerMemory):
         finally:
             own.close()
 
+    def arrange(self, world_size: int, stride: int) -> None:
+        """See `PeerMemory.arrange`."""
+        nbytes = world_size * stride
+        try:
+            self._range = (self._device.reserve(nbytes, self._granularity()), nbytes)
+        except BaseException:
+            self.free()
+            raise
+        self._stride = stride
+
     def allocate(self, nbytes: int) -> None:
         """See `PeerMemory.allocate`."""
-        self._segment = _Segment(self._device, nbytes)
         try:
-            self._granule = self._device.granularity()
-            self._segment.handle = self._device.create(nbytes)
+            self._granule = self._granularity()
+            self._segment = self._stretch(self.rank, nbytes)
+            self._segment.handle = self._create(nbytes)
             self._segment.place(self._granule)
         except BaseException:
             self.free()
@@ -117,8 +139,7 @@ class VmmMemory(PeerMemory):
 
     def export(self, hosts: Sequence[HostFacts]) -> JsonObject:
         """See `PeerMemory.export`."""
-        assert self._segment is not None and self._segment.handle is not None
-        self._exported = self._device.export_descriptor(self._segment.handle)
+        self._exported = self._device.export_descriptor(self.handle)
         try:
             self._exchange = Exchange(self.rank, hosts)
         except BaseException:
@@ -142,10 +163,10 @@ class VmmMemory(PeerMemory):
             if peer == self.rank:
                 addresses.append(self.own)
                 continue
-            segment = self._imported[peer] = _Segment(self._device, self.nbytes)
+            # One that is there already has the addresses that it had before its memory was taken away.
+            segment = self._imported.setdefault(peer, self._stretch(peer, self.nbytes))
             try:
-                segment.handle = self._device.import_descriptor(self._received[peer])
-                os.close(self._received.pop(peer))
+                segment.handle = self._import(peer, exports)
                 segment.place(self._granule)
             except CommError as error:
                 raise CommError(f"the memory of rank {peer} can't be mapped on {self.device}: {error}") from error
@@ -177,8 +198,49 @@ class VmmMemory(PeerMemory):
         if self._segment is not None:
             self._segment.release()
             self._segment = None
+        if self._range is not None:
+            self._device.free_reservation(*self._range)
+            self._range = None
         self.own = 0
         self._device.close()
+
+    # Detached and attached again
+
+    def detach_peers(self) -> None:
+        """See `PeerMemory.detach_peers`."""
+        for segment in self._imported.values():
+            segment.vacate()
+
+    def detach(self) -> None:
+        """See `PeerMemory.detach`."""
+        if self._segment is not None:
+            self._segment.vacate()
+        self.exported = False
+
+    def attach(self) -> None:
+        """See `PeerMemory.attach`."""
+        assert self._segment is not None
+        self._segment.handle = self._create(self.nbytes)
+        self._segment.place(self._granule)
+
+    # What forms by virtual memory differ in
+
+    def _granularity(self) -> int:
+        return self._device.granularity()
+
+    def _create(self, nbytes: int) -> int:
+        return self._device.create(nbytes)
+
+    def _import(self, peer: int, exports: Sequence[JsonObject]) -> int:
+        handle = self._device.import_descriptor(self._received[peer])
+        os.close(self._received.pop(peer))
+        return handle
+
+    def _stretch(self, rank: int, nbytes: int) -> _Segment:
+        """Return the place for a rank's memory: in the common range, or one that is still to be reserved."""
+        if self._range is None:
+            return _Segment(self._device, nbytes)
+        return _Segment(self._device, nbytes, address=self._range[0] + rank * self._stride, lent=True)
 
 
 def _try_out(device: Device, nbytes: int) -> None:

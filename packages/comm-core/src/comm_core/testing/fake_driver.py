@@ -6,7 +6,8 @@ bytes, and really leak descriptors where they leak. Addresses are host addresses
 It is strict where the driver is silent or undefined. A call without a current context, a size that is no whole
 number of granules, an unmap of a part, a reservation given back with something mapped in it, a handle released twice:
 each is an error, and those that the real driver need not report are noted as violations as well. Memory that was
-mapped and not made accessible can't be touched.
+mapped and not made accessible can't be touched. What a `FakeFabric` and multicast objects stand for is shared by
+ranks that are threads, each with a driver of its own.
 
 In each rank of a test::
 
@@ -32,13 +33,12 @@ from types import SimpleNamespace
 from typing import Any
 
 from comm_core import _driver
+from comm_core.testing.fake_fabric import MEMORY_NAME, FakeFabric, MulticastCalls, memory_file
 
-__all__ = ["GRANULE", "FakeDriver", "installed"]
+__all__ = ["GRANULE", "FakeDriver", "FakeFabric", "installed"]
 
 GRANULE = 2 << 20
 """What sizes and addresses must be a multiple of; that of current GPUs."""
-
-_NAME = "comm-fake-vmm"
 
 
 class _Result(IntEnum):
@@ -50,8 +50,10 @@ class _Result(IntEnum):
     CUDA_ERROR_INVALID_CONTEXT = 201
     CUDA_ERROR_OPERATING_SYSTEM = 304
     CUDA_ERROR_INVALID_HANDLE = 400
+    CUDA_ERROR_ILLEGAL_STATE = 401
     CUDA_ERROR_NOT_PERMITTED = 800
     CUDA_ERROR_NOT_SUPPORTED = 801
+    CUDA_ERROR_SYSTEM_NOT_READY = 802
 
 
 _OK = _Result.CUDA_SUCCESS
@@ -62,6 +64,8 @@ class _DeviceAttribute(IntEnum):
     CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED = 102
     CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED = 103
     CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED = 110
+    CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED = 128
+    CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED = 132
 
 
 class _PointerAttribute(IntEnum):
@@ -75,6 +79,7 @@ class _AllocationType(IntEnum):
 class _HandleType(IntEnum):
     CU_MEM_HANDLE_TYPE_NONE = 0
     CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR = 1
+    CU_MEM_HANDLE_TYPE_FABRIC = 8
 
 
 class _LocationType(IntEnum):
@@ -131,12 +136,15 @@ def _place(address: int, nbytes: int, flags: int, descriptor: int = -1) -> int:
     return int(placed)
 
 
-class FakeDriver:
+class FakeDriver(MulticastCalls):
     """What ``cuda.bindings.driver`` is to `comm_core._driver`: the same names, the same results.
 
     Args:
         devices: how many there are.
         log: a file that every process appends its calls to, in order: process id and name, a line each.
+        name: of the host or container, for `fabric`.
+        fabric: the fabric that it has an IMEX channel of; without, fabric handles are not permitted, whatever the
+            device's attribute says.
 
     Attributes:
         calls: name -> how often it was called.
@@ -155,14 +163,19 @@ class FakeDriver:
     CUmemAllocationGranularity_flags = _Granularity
     CUmemAllocationProp = staticmethod(_properties)
 
-    def __init__(self, *, devices: int = 8, log: Path | None = None) -> None:
+    def __init__(
+        self, *, devices: int = 8, log: Path | None = None, name: str = "", fabric: FakeFabric | None = None
+    ) -> None:
         self.devices = devices
+        self.name = name
+        self.fabric = fabric
         self.attributes = {item.name[len("CU_DEVICE_ATTRIBUTE_") :]: 1 for item in _DeviceAttribute}
         self.calls: Counter[str] = Counter()
         self.rdma_capable: list[bool] = []
         self.violations: list[str] = []
         self._log = log
         self._handles: dict[int, int] = {}  # handle -> memfd
+        self._kinds: dict[int, int] = {}  # handle -> as what it can be exported
         self._next = 1000
         self._reservations: dict[int, _Reservation] = {}
         self._contexts = dict.fromkeys(range(devices), 0)
@@ -195,7 +208,12 @@ class FakeDriver:
             os.close(descriptor)
         self._reservations.clear()
         self._handles.clear()
+        self._kinds.clear()
         self._contexts = dict.fromkeys(self._contexts, 0)
+
+    def descriptor(self, handle: int) -> int | None:
+        """Return the descriptor behind a handle, or None where there is no such handle any more."""
+        return self._handles.get(handle)
 
     @property
     def current(self) -> list[int]:
@@ -279,11 +297,12 @@ class FakeDriver:
             return _INVALID, None
         if properties.location.id != self.current[-1]:
             return self._violation("memory of another device than the current one"), None
+        kind = properties.requestedHandleTypes
+        if kind == _HandleType.CU_MEM_HANDLE_TYPE_FABRIC and self.fabric is None:
+            return _Result.CUDA_ERROR_NOT_PERMITTED, None
         with self._lock:
             self.rdma_capable.append(bool(properties.allocFlags.gpuDirectRDMACapable))
-            descriptor = os.memfd_create(_NAME)
-            os.ftruncate(descriptor, nbytes)
-            return _OK, self._add_handle(descriptor)
+            return _OK, self._add_handle(memory_file(nbytes), kind)
 
     def cuMemRelease(self, handle: int) -> tuple[Any, ...]:
         """See CUDA."""
@@ -292,6 +311,7 @@ class FakeDriver:
         with self._lock:
             if handle not in self._handles:
                 return (self._violation(f"handle {handle} was released that does not exist"),)
+            self._kinds.pop(handle)
             os.close(self._handles.pop(handle))
         return (_OK,)
 
@@ -299,22 +319,31 @@ class FakeDriver:
         """See CUDA."""
         if code := self._enter("cuMemExportToShareableHandle"):
             return code, None
-        if handle not in self._handles or kind != _HandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR:
+        if handle not in self._handles or kind != self._kinds[handle]:
             return _INVALID, None
+        if kind == _HandleType.CU_MEM_HANDLE_TYPE_FABRIC:
+            assert self.fabric is not None
+            return _OK, SimpleNamespace(data=self.fabric.export(self, handle))
         return _OK, os.dup(self._handles[handle])
 
-    def cuMemImportFromShareableHandle(self, descriptor: int, kind: int) -> tuple[Any, ...]:
+    def cuMemImportFromShareableHandle(self, what: int | bytes, kind: int) -> tuple[Any, ...]:
         """See CUDA."""
         if code := self._enter("cuMemImportFromShareableHandle"):
             return code, None
+        if kind == _HandleType.CU_MEM_HANDLE_TYPE_FABRIC:
+            opened = self.fabric.open(self, what) if self.fabric is not None and isinstance(what, bytes) else None
+            if opened is None:
+                return _Result.CUDA_ERROR_NOT_PERMITTED, None
+            with self._lock:
+                return _OK, self._add_handle(opened, kind)
         try:
-            is_memory = _NAME in str(Path(f"/proc/self/fd/{descriptor}").readlink())
+            is_memory = MEMORY_NAME in str(Path(f"/proc/self/fd/{what!r}").readlink())
         except OSError:
             is_memory = False
         if not is_memory or kind != _HandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR:
             return _INVALID, None
         with self._lock:
-            return _OK, self._add_handle(os.dup(descriptor))
+            return _OK, self._add_handle(os.dup(int(what)), kind)
 
     def cuMemAddressReserve(self, nbytes: int, alignment: int, address: int, flags: int) -> tuple[Any, ...]:
         """See CUDA."""
@@ -413,9 +442,10 @@ class FakeDriver:
             return _Result.CUDA_ERROR_NOT_INITIALIZED
         return _Result.CUDA_ERROR_INVALID_CONTEXT if context and not self.current else 0
 
-    def _add_handle(self, descriptor: int) -> int:
+    def _add_handle(self, descriptor: int, kind: int) -> int:
         self._next += 1
         self._handles[self._next] = descriptor
+        self._kinds[self._next] = kind
         return self._next
 
     def _reservation(self, address: int, nbytes: int) -> _Reservation | None:
@@ -423,10 +453,6 @@ class FakeDriver:
             if first <= address and address + nbytes <= first + item.nbytes:
                 return item
         return None
-
-    def _violation(self, what: str) -> int:
-        self.violations.append(what)
-        return _INVALID
 
 
 @contextmanager

@@ -83,12 +83,16 @@ class NVMLError(Exception):
 
 @dataclass(frozen=True)
 class FakeFabric:
-    """What the driver writes into the fabric structure: `state` 3 is completed, `status` 0 is success."""
+    """What the driver writes into the fabric structure: `state` 3 is completed, `status` 0 is success.
+
+    `cliques` are the (type, id) entries of a driver that has them; without, the one of plain pointers is `clique_id`.
+    """
 
     state: int = 3
     status: int = 0
     cluster_uuid: bytes = bytes(16)
     clique_id: int = 0
+    cliques: tuple[tuple[int, int], ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -210,6 +214,7 @@ class FakeNvml:
     Attributes:
         machine: what it tells about.
         fabric_bytes: 36 or 100, the size that this generation of the binding declares for the fabric structure.
+        fabric_versions: generations of the fabric structure that the driver knows, of 2, 3 and 4.
         max_links: ``NVML_NVLINK_MAX_LINKS`` of this generation (18 or 36).
         inits: calls of ``nvmlInit`` that succeeded.
         shutdowns: calls of ``nvmlShutdown``.
@@ -218,6 +223,7 @@ class FakeNvml:
 
     machine: FakeMachine
     fabric_bytes: int = 36
+    fabric_versions: frozenset[int] = frozenset({2})
     max_links: int = 36
     inits: int = 0
     shutdowns: int = 0
@@ -377,12 +383,13 @@ class FakeNvml:
         return _ANCESTORS[self.machine.ancestor(handle.position, peer.position)]
 
     def nvmlDeviceGetGpuFabricInfoV(self, handle: _Handle, reference: object) -> None:
-        """Fill a fabric structure as the driver does: 36 bytes in C's layout, whatever the caller declared."""
+        """Fill a fabric structure as the driver does: 36 or 40 bytes in C's layout, whatever the caller declared."""
         fabric = self._gpu("nvmlDeviceGetGpuFabricInfoV", handle).fabric
         target = cast("ctypes.Structure", cast("Any", reference)._obj)
         address = ctypes.addressof(target)
         version = ctypes.c_uint32.from_address(address).value
-        if version != 0x02000024 or ctypes.sizeof(target) < 36:
+        number = {0x02000024: 2, 0x03000028: 3}.get(version)
+        if number not in self.fabric_versions or ctypes.sizeof(target) < version & 0xFFFFFF:
             raise NVMLError(ARGUMENT_VERSION_MISMATCH)
         if fabric is None:
             raise NVMLError(NOT_SUPPORTED)
@@ -393,8 +400,32 @@ class FakeNvml:
             # The state is one byte in C. What is in the padding behind it is up to the compiler.
             + bytes([fabric.state, 0xA5, 0xA5, 0xA5])
             + bytes(4)
+            + bytes([1, 0xA5, 0xA5, 0xA5]) * (number == 3)
         )
         ctypes.memmove(address + 4, content, len(content))
+
+    def nvmlDeviceGetGpuFabricInfo_v4(self, handle: _Handle, reference: object) -> None:
+        """Fill the 548 bytes of the fourth fabric structure in C's layout."""
+        fabric = self._gpu("nvmlDeviceGetGpuFabricInfo_v4", handle).fabric
+        target = cast("ctypes.Structure", cast("Any", reference)._obj)
+        if 4 not in self.fabric_versions:
+            raise NVMLError(FUNCTION_NOT_FOUND)
+        assert ctypes.sizeof(target) == 548, ctypes.sizeof(target)
+        if fabric is None:
+            raise NVMLError(NOT_SUPPORTED)
+        cliques = ((0, fabric.clique_id),) if fabric.cliques is None else fabric.cliques
+        entries = b"".join(bytes([kind, 0xA5, 0xA5, 0xA5]) + number.to_bytes(4, "little") for kind, number in cliques)
+        content = (
+            fabric.cluster_uuid
+            + fabric.status.to_bytes(4, "little")
+            # What is behind the last valid entry is nobody's business.
+            + entries.ljust(512, b"\0")
+            + len(cliques).to_bytes(4, "little")
+            + bytes([fabric.state, 0xA5, 0xA5, 0xA5])
+            + bytes(4)
+            + bytes([1, 0xA5, 0xA5, 0xA5])
+        )
+        ctypes.memmove(ctypes.addressof(target), content, len(content))
 
     @property
     def _order(self) -> list[int]:

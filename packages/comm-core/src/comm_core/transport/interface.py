@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from comm_core.consensus import Transaction
+    from comm_core.group import Group
     from comm_core.topology.facts import RankFacts
     from comm_core.transport.plan import Plan
 
@@ -33,6 +34,12 @@ __all__ = [
     "Verdict",
     "Window",
 ]
+
+
+_NO_CHECKPOINT = (
+    "its memory can't be detached from its addresses; close it before the checkpoint and open it again afterwards, "
+    "or use backend 'mnnvl'"
+)
 
 
 @dataclass(frozen=True)
@@ -290,6 +297,30 @@ class TransportSession(ABC):
         Raises:
             PeerStalledError: it names the rank that was waited for.
         """
+
+    def checkpoint_prepare(self) -> None:
+        """Give up the physical memory and keep its addresses, before the process is checkpointed. Collective.
+
+        Until `checkpoint_restore`, every call but this one and `close` raises `CheckpointError`, and the group is not
+        used. Nothing is done where that is the state already.
+
+        Raises:
+            UnsupportedError: the transport's memory can't be detached.
+            CheckpointError: it failed half-way, which is final.
+            JointError: a rank is not ready, or the ranks are at different calls; nothing has changed.
+        """
+        raise UnsupportedError(f"{type(self).__name__}: {_NO_CHECKPOINT}")
+
+    def checkpoint_restore(self, group: Group) -> None:
+        """Bring the memory back at the same addresses. Collective. What it held is lost.
+
+        Args:
+            group: the ranks in their old order; the old group may be gone.
+
+        Raises:
+            As `checkpoint_prepare`; ArgumentValueError: the group has another size.
+        """
+        raise UnsupportedError(f"{type(self).__name__}: {_NO_CHECKPOINT}")
 
     def close(self, timeout_s: float | None = None) -> None:  # noqa: B027 - a session may own nothing
         """Release everything. Collective where `properties.shared_resources`; may be called again after a failure."""

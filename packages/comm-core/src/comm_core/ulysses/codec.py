@@ -40,12 +40,12 @@ class EncodedCall(NamedTuple):
     sent_bytes: int = 0
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class CodecHost:
     """A communicator as a codec sees it; its identity is the communicator's.
 
     Attributes:
-        group: the ranks.
+        group: the ranks; another object after a checkpoint and restore.
         session: the opened transport, or None where there is one rank only.
         backend: the transport's name.
         device: of this rank.

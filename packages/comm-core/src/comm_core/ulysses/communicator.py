@@ -13,9 +13,11 @@ import torch
 
 from comm_core import _cuda, known
 from comm_core._dtypes import dtype_name
+from comm_core.comm_backend import group_of
 from comm_core.errors import (
     ArgumentTypeError,
     ArgumentValueError,
+    CheckpointError,
     ClosedError,
     CommError,
     CudaCallError,
@@ -23,7 +25,7 @@ from comm_core.errors import (
     TransportError,
     UnsupportedError,
 )
-from comm_core.group import Group, as_group
+from comm_core.group import DetachedGroup, Group, as_group
 from comm_core.selection import Asked, resolve
 from comm_core.transport import strided
 from comm_core.transport.interface import TransportSession
@@ -39,6 +41,8 @@ from comm_core.ulysses.workspace import UlyssesWorkspace
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+    from comm_core.comm_backend import CommBackend
 
 __all__ = ["UlyssesCommunicator"]
 
@@ -100,6 +104,7 @@ class UlyssesCommunicator:
     ) -> None:
         self._session: TransportSession | None = None
         self._closed = False
+        self._detached = False
         self._broken: str | None = None
         self._busy = threading.Lock()
         self._calls = 0
@@ -512,7 +517,7 @@ class UlyssesCommunicator:
         return self._alone(self._execute_encoded, operation, prepare, arguments)
 
     def _alone(self, execute: Callable[..., _T], operation: str, *arguments: object) -> _T:
-        if self._closed or self._broken is not None:
+        if self._closed or self._detached or self._broken is not None:
             self._usable(operation)
         if not self._busy.acquire(False):
             raise UnsupportedError(
@@ -591,6 +596,11 @@ class UlyssesCommunicator:
             raise ClosedError(f"{operation}: this communicator is closed")
         if self._broken is not None:
             raise TransportError(f"{operation}: this communicator is broken since an earlier failure: {self._broken}")
+        if self._detached:
+            raise CheckpointError(
+                f"{operation}: this communicator is detached since checkpoint_prepare; call checkpoint_restore on "
+                "every rank first"
+            )
 
     def _on_device(self) -> contextlib.AbstractContextManager[object]:
         return _cuda.device_guard(self.device)
@@ -608,6 +618,68 @@ class UlyssesCommunicator:
             except TransportError as error:
                 self._broken = str(error)
                 raise
+
+    # Checkpoint
+
+    def checkpoint_prepare(self) -> None:
+        """Give up the physical memory and keep its addresses, before the process is checkpointed. Collective.
+
+        Waits for the device. Outputs of `allocate_output` and captured graphs stay what they are, and neither may be
+        touched until `checkpoint_restore`; what registered outputs hold is lost. The group is let go: it may be
+        destroyed. Nothing is done where this is the state already.
+
+        Raises:
+            UnsupportedError: the transport can't (only those with virtual memory can, as ``"mnnvl"``).
+            JointError: a call or a capture is under way on some rank, or the ranks are at different calls. On every
+                rank; nothing has changed.
+            CheckpointError: it failed half-way. The communicator is then of no more use, on any rank.
+        """
+        self._transition("checkpoint_prepare", lambda session: session.checkpoint_prepare())
+        if self._session is not None:
+            self._detached = True
+            self._regroup(DetachedGroup(self._group, "this communicator"))
+
+    def checkpoint_restore(self, comm_backend: CommBackend | ProcessGroup | Group | None) -> None:
+        """Bring the memory back at the same addresses, after the process was restored. Collective.
+
+        When it returns, every rank is ready: captured graphs can be replayed and calls be made. Nothing is done where
+        this is the state already.
+
+        Args:
+            comm_backend: the ranks in their old order: a `CommBackend`, a process group, or a `comm_core` group; None
+                is WORLD.
+
+        Raises:
+            ArgumentTypeError, ArgumentValueError: it is no group, or one of another size. Nothing was communicated.
+            JointValueError: a rank has another place in it. On every rank; nothing has changed.
+            JointError, CheckpointError, UnsupportedError: as in `checkpoint_prepare`.
+        """
+        group = group_of(comm_backend)
+        self._transition("checkpoint_restore", lambda session: session.checkpoint_restore(group))
+        if self._session is not None and self._detached:
+            self._detached = False
+            self._regroup(group)
+            self._number = group.token()
+
+    def _transition(self, operation: str, run: Callable[[TransportSession], None]) -> None:
+        if not self._detached:
+            self._usable(operation)
+        if not self._busy.acquire(False):
+            raise UnsupportedError(f"{operation}: a call of this communicator is running in another thread")
+        try:
+            if self._session is not None:
+                with self._on_device():
+                    run(self._session)
+        except CheckpointError as error:
+            self._broken = str(error)
+            raise
+        finally:
+            self._busy.release()
+
+    def _regroup(self, group: Group) -> None:
+        self._group = group
+        # The object stays: workspaces of codecs know their communicator by it.
+        self._host.group = group
 
     # End of life
 
@@ -657,7 +729,7 @@ class UlyssesCommunicator:
 
     def __repr__(self) -> str:
         """Return rank, backend and state."""
-        state = "closed" if self._closed else "broken" if self._broken else "open"
+        state = "closed" if self._closed else "broken" if self._broken else "detached" if self._detached else "open"
         return (
             f"UlyssesCommunicator(rank={self.rank}/{self.world_size}, backend={self.backend!r}, "
             f"dtype={dtype_name(self.dtype)}, device={self.device}, max_bytes={self.max_bytes}, {state})"

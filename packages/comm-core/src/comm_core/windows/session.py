@@ -11,7 +11,7 @@ import torch
 
 from comm_core import _cuda
 from comm_core.errors import ArgumentValueError, GroupTimeoutError, PeerStalledError, UnsupportedError
-from comm_core.memory.peer import map_jointly
+from comm_core.memory.peer import Mapped, map_jointly
 from comm_core.transport import strided
 from comm_core.transport.interface import Properties, Staging, TransportSession
 from comm_core.transport.plan import Copy, Plan
@@ -32,6 +32,7 @@ from comm_core.windows.window import MAX_WINDOWS, MappedWindow, WindowSet
 
 if TYPE_CHECKING:
     from comm_core.consensus import Transaction
+    from comm_core.group import Group
     from comm_core.jit import Module
 
 __all__ = ["WindowSession"]
@@ -89,12 +90,12 @@ class WindowSession(TransportSession):
         # Never dropped before the end: a captured call keeps the address of its table.
         self._tables: dict[Plan, tuple[int, torch.Tensor, Any]] = {}
         self._last_stream: int | None = None
-        signals = map_jointly(stages, SIGNAL_BYTES, device, form=form, what="signals")
+        self._signals = signals = map_jointly(stages, SIGNAL_BYTES, device, form=form, what="signals")
         self.memory_form = signals.form
         self.windows = WindowSet(self._group, device, signals.form, self._view)
         self._allocate(stages, staging_bytes)
         # Nobody signals before this step is over on every rank, so the blocks are zero when the first one does.
-        stages.step("clear", lambda: self._clear(signals.addresses[self._group.rank]))
+        stages.step("clear", self.clear_signals)
         stages.step("arm", self._arm, lambda _: self._disarm())
         self._struct = SessionStruct(
             rank=self._group.rank,
@@ -122,9 +123,10 @@ class WindowSession(TransportSession):
         ordinal = self._device.index if self._device.type == "cuda" else -1
         return pack_strided_memory(address, nbytes, nbytes, 1, torch.uint8, ordinal, owner=self)[0]
 
-    def _clear(self, address: int) -> None:
-        with _cuda.device_guard(self._device):
-            self._view(address, SIGNAL_BYTES).zero_()
+    def clear_signals(self) -> None:
+        """Set this rank's signal block to its first state. Nobody may signal before all ranks have done it."""
+        with _cuda.device_guard(self._device), torch.inference_mode(False):
+            self._view(self._signals.addresses[self._group.rank], SIGNAL_BYTES).zero_()
             _cuda.synchronize(self._device)
 
     def _arm(self) -> None:
@@ -372,11 +374,31 @@ class WindowSession(TransportSession):
                 self._view(address, code.numel()).copy_(code, non_blocking=True)
             stream.synchronize()
 
-    def abandon(self) -> int:
-        """Release, on this rank alone, what no peer can touch; return the bytes that are kept for late peers.
+    # For who takes the memory away and brings it back
 
-        For whoever knows that a rank is missing. Never raises.
+    def allocations(self) -> list[Mapped]:
+        """Return all memory that the ranks share, in the order in which it was made."""
+        return [self._signals, *(window.mapped for window in self.windows)]
+
+    def regroup(self, group: Group) -> None:
+        """Go on with another group of the same ranks in the same order."""
+        self._group = group
+        self.windows.regroup(group)
+        self._teardown.group = group
+
+    def release_alone(self) -> None:
+        """Release everything on this rank alone, where no other rank has anything of it mapped.
+
+        Raises:
+            CommError: something can't be released; it may be called again.
         """
+        self._closed = True
+        self.windows.release_alone()
+        self._teardown.release_alone()
+        self._tables.clear()
+
+    def abandon(self) -> int:
+        """Give everything up: keep what a peer may still write until the process ends; return how many bytes."""
         self._closed = True
         return self.windows.abandon() + self._teardown.abandon()
 

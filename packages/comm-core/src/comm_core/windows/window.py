@@ -140,8 +140,20 @@ class WindowSet:
                 return window, offset
         return None
 
+    def regroup(self, group: Group) -> None:
+        """Go on with another group of the same ranks."""
+        self._group = group
+        for teardown in self._teardowns:
+            teardown.group = group
+
+    def release_alone(self) -> None:
+        """Release the windows that were added later on this rank alone; see `Teardown.release_alone`."""
+        while self._teardowns:
+            self._teardowns[-1].release_alone()
+            self._teardowns.pop()
+
     def abandon(self) -> int:
-        """Release, on this rank alone, what no peer can touch; return the bytes that are kept. Never raises."""
+        """Give up the windows that were added later; return the bytes that are kept. See `Teardown.abandon`."""
         kept = sum(teardown.abandon() for teardown in reversed(self._teardowns))
         self._teardowns.clear()
         return kept

@@ -1,0 +1,20 @@
+"""SIGKILL of a rank over ``mnnvl``; ``python tools/gpu_check.py --only kill`` runs this file apart, without MPS."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from comm_core.testing.kill_case import check_kill
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(os.environ.get("GPU_CHECK_KILL") != "1", reason="needs a run of its own without MPS"),
+]
+
+
+def test_a_killed_rank_is_named_and_the_others_end(tmp_path: Path) -> None:
+    """F17: within the deadline they raise, their outputs are poisoned, close ends in its time, and they exit."""
+    check_kill(2, tmp_path, "mnnvl", "comm_mnnvl.plugin:plugin")
