@@ -172,8 +172,12 @@ def on_threads(size: int, function: Callable[[int], Any]) -> list[Any]:
     results: list[Any] = [None] * size
     failures: list[BaseException] = []
 
+    # All start at once: on a busy machine the last thread may come to life long after the first.
+    start = threading.Barrier(size)
+
     def call(rank: int) -> None:
         try:
+            start.wait(30)
             results[rank] = function(rank)
         except BaseException as error:
             failures.append(error)

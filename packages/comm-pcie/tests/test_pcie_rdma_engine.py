@@ -5,11 +5,13 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import os
+import re
 import statistics
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from importlib import resources
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,6 +23,7 @@ from comm_core.jit import Module
 from comm_pcie.rdma import module as packing
 from comm_pcie.rdma import verbs
 from comm_pcie.rdma.engine import (
+    Counters,
     Kind,
     LoadedVerbs,
     Memory,
@@ -71,9 +74,9 @@ def make_world(folder: Path, tmp_path: Path, api: VerbsApi) -> Iterator[Any]:
     """Return what makes a fabric of this test; each is checked at the end."""
     made: list[Any] = []
 
-    def make(size: int = 8, *, copies: bool = True, **changes: Any) -> Any:
-        path = tmp_path / f"fabric{len(made)}"
-        made.append(emulator.World(emulator.build(folder), path, emulator.nics(size, **changes), copies=copies))
+    def make(size: int = 8, *, copies: bool = True, shuffle: int = 0, **changes: Any) -> Any:
+        path, devices = tmp_path / f"fabric{len(made)}", emulator.nics(size, **changes)
+        made.append(emulator.World(emulator.build(folder), path, devices, copies=copies, shuffle=shuffle))
         return made[-1]
 
     yield make
@@ -108,6 +111,15 @@ def test_every_byte_is_where_it_belongs(make_world: Any, api: VerbsApi, operatio
     assert done["executed_writes"] == 3 * size * (size - 1) and done["write"] == 0
     assert done["written_bytes"] == 3 * size * (size - 1) * shape.share
     assert done["rnr_naks"] == done["errors"] == done["not_ready_posts"] == 0
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_completions_of_different_peers_come_in_any_order(make_world: Any, api: VerbsApi, seed: int) -> None:
+    """Also behind those of the next pieces of a split payload."""
+    make_world(5, max_message=150, shuffle=seed)
+    with Ranks(api, 5, 5 * 17 * 24) as ranks:
+        for operation in OPERATIONS:
+            ranks.run(Shape(operation, 5, 17, 24), seed)
 
 
 @pytest.mark.parametrize(("rows", "width"), [(1, 1), (1, 4096), (513, 1), (2, 3), (64, 1792), (5, 16383)])
@@ -397,6 +409,23 @@ def test_posting_and_polling_cost_little(make_world: Any, api: VerbsApi) -> None
     assert engine.quiesce(LONG).teardown_safe
     pair.close()
     engine.close()
+
+
+# -- Twins --------------------------------------------------------------------------------------------------------
+
+
+def test_both_languages_mean_the_same() -> None:
+    """Sizes of structs, numbers of outcomes, names of counters and the largest stride."""
+    path = Path(str(resources.files("comm_pcie"))) / "include" / "comm_pcie" / "rdma_types.h"
+    text = path.read_text(encoding="utf-8")
+    sizes = re.findall(r'sizeof\((\w+)\) == (\d+), "Twin: module.py, (\w+)"', text)
+    assert len(sizes) == 8 and all(name.upper() == twin for name, _, twin in sizes)
+    assert all(getattr(packing, twin).size == int(size) for _, size, twin in sizes)
+    kinds = dict(re.findall(r"^  k(\w+) = (\d+),", text, re.MULTILINE))
+    assert {name.upper(): int(number) for name, number in kinds.items()} == {kind.name: kind for kind in Kind}
+    (fields,) = re.findall(r"struct Counters \{(.*?)\};", text, re.DOTALL)
+    assert tuple(re.findall(r"uint64_t (\w+);", fields)) == Counters._fields
+    assert re.findall(r"kMaxStride = (\d+);", text) == [str(MAX_STRIDE)]
 
 
 # -- Loading ------------------------------------------------------------------------------------------------------

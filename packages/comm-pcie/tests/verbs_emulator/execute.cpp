@@ -5,6 +5,8 @@
 #include <time.h>
 #include <unistd.h>
 
+#include <utility>
+
 #include "memory.h"
 #include "objects.h"
 
@@ -40,6 +42,13 @@ void push(Fabric* shared, uint32_t slot, const Completion& completion) {
   }
   cq.ring[cq.tail++ % kCompletions] = completion;
   ++shared->counters.completions;
+  // Nothing is said about the order of different queue pairs; that of one stays.
+  for (uint64_t at = cq.tail - 1; shared->shuffle != 0 && at > cq.head; --at) {
+    Completion& before = cq.ring[(at - 1) % kCompletions];
+    shared->shuffle = shared->shuffle * 1664525u + 1013904223u;
+    if (before.qpn == completion.qpn || (shared->shuffle >> 16) % 4 == 0) break;
+    std::swap(before, cq.ring[at % kCompletions]);
+  }
 }
 
 uint32_t opcode_of(Verb verb) {

@@ -64,6 +64,7 @@ bool parse_line(Fabric* shared, const std::string& line) {
   words >> kind;
   if (kind.empty()) return true;
   if (kind == "copies") return static_cast<bool>(words >> shared->copies);
+  if (kind == "shuffle") return static_cast<bool>(words >> shared->shuffle);
   words >> name;
   if (kind == "nic" && shared->num_nics < kNics && name.size() < sizeof(Nic::name)) {
     Nic& nic = shared->nics[shared->num_nics++];

@@ -163,7 +163,8 @@ struct Counters {
 struct Fabric {
   uint32_t magic, size;
   pthread_mutex_t lock;
-  uint32_t copies;  // 0: everything but the bytes
+  uint32_t copies;   // 0: everything but the bytes
+  uint32_t shuffle;  // not 0: completions of different queue pairs change places, by this seed
   uint32_t num_nics, generation;
   uint32_t qps_high, cqs_high;  // slots from here on were never used, and are never looked at
   Nic nics[kNics];

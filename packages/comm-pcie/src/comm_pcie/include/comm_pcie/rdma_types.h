@@ -1,7 +1,6 @@
 // What Python and the engine of the RDMA routes hand to each other: plain data, no verbs.
 //
-// Twin: comm_pcie/rdma/engine.py and comm_pcie/rdma/module.py. Sizes are checked when the module is
-// loaded.
+// Twin: comm_pcie/rdma/records.py and comm_pcie/rdma/module.py.
 #ifndef COMM_PCIE_RDMA_TYPES_H_
 #define COMM_PCIE_RDMA_TYPES_H_
 
@@ -22,7 +21,7 @@ constexpr uint64_t kMaxStride = 65535;
 constexpr uint32_t kImmediateMark = 0x80000000u;
 constexpr uint32_t kImmediateMask = 0x3fffffffu;
 
-// Explicit numbers, append only. Twin: comm_pcie/rdma/engine.py, Kind.
+// Explicit numbers, append only. Twin: comm_pcie/rdma/records.py, Kind.
 enum OutcomeKind : uint32_t {
   kOk = 0,
   kDeadline = 1,
@@ -42,7 +41,7 @@ struct Outcome {
   uint32_t receives;
   char reason[488];
 };
-static_assert(sizeof(Outcome) == 512, "Twin: engine.py, _OUTCOME");
+static_assert(sizeof(Outcome) == 512, "Twin: module.py, OUTCOME");
 
 struct Settings {
   uint32_t send_depth;
@@ -52,7 +51,7 @@ struct Settings {
   uint32_t traffic_class;
   uint32_t reserved;
 };
-static_assert(sizeof(Settings) == 24, "Twin: engine.py, Settings");
+static_assert(sizeof(Settings) == 24, "Twin: module.py, SETTINGS");
 
 // What is told to one peer, and to all.
 struct Endpoint {
@@ -63,7 +62,7 @@ struct Endpoint {
   uint32_t qpn;
   uint32_t psn;
 };
-static_assert(sizeof(Endpoint) == 40, "Twin: engine.py, _ENDPOINT");
+static_assert(sizeof(Endpoint) == 40, "Twin: module.py, ENDPOINT");
 
 struct Memory {
   uint64_t address;
@@ -72,7 +71,7 @@ struct Memory {
   int32_t dmabuf_fd;  // -1: none
   uint32_t device;    // 1: device memory that has no DMA-BUF; 0: host memory, where dmabuf_fd is -1
 };
-static_assert(sizeof(Memory) == 32, "Twin: engine.py, _MEMORY");
+static_assert(sizeof(Memory) == 32, "Twin: module.py, MEMORY");
 
 struct Band {
   uint64_t offset;
@@ -89,7 +88,7 @@ struct Band {
   }
   bool operator!=(const Band& other) const { return !(*this == other); }
 };
-static_assert(sizeof(Band) == 32, "Twin: engine.py, _BAND");
+static_assert(sizeof(Band) == 32, "Three of them are in a share");
 
 // One peer's share of an exchange, both ways.
 struct Share {
@@ -99,7 +98,7 @@ struct Share {
   Band target;  // of the peer's output
   Band own;     // of the output here, which the peer writes
 };
-static_assert(sizeof(Share) == 104, "Twin: engine.py, _SHARE");
+static_assert(sizeof(Share) == 104, "Twin: module.py, SHARE");
 
 // What a peer said of its output.
 struct Attached {
@@ -110,9 +109,9 @@ struct Attached {
   uint32_t band_rkey;  // of the band that this rank writes there
   uint32_t reserved;
 };
-static_assert(sizeof(Attached) == 32, "Twin: engine.py, _ATTACHED");
+static_assert(sizeof(Attached) == 32, "Twin: module.py, ATTACHED");
 
-// Twin: comm_pcie/rdma/engine.py, Counters.
+// Twin: comm_pcie/rdma/records.py, Counters.
 struct Counters {
   uint64_t exchanges;
   uint64_t writes;
@@ -126,12 +125,14 @@ struct Counters {
   uint64_t registrations;
   uint64_t split_writes;
 };
+static_assert(sizeof(Counters) == 88, "Twin: module.py, COUNTERS");
 
 // What is posted to one peer and not retired.
 struct Posted {
   uint32_t sends;
   uint32_t receives;
 };
+static_assert(sizeof(Posted) == 8, "Twin: module.py, POSTED");
 
 }  // namespace rdma
 }  // namespace pcie
