@@ -197,12 +197,12 @@ def transports(modules: Modules, monkeypatch: pytest.MonkeyPatch) -> Iterator[di
             raise torch.OutOfMemoryError("CUDA out of memory")
         allocate(self, nbytes)
 
-    clear = NvlinkSession._clear
+    clear = NvlinkSession.clear_signals
 
-    def clear_here(self: NvlinkSession, address: int) -> None:
+    def clear_here(self: NvlinkSession) -> None:
         if faulty("clear"):
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
-        clear(self, address)
+        clear(self)
 
     mapped = board.Boards.__init__
 
@@ -214,7 +214,7 @@ def transports(modules: Modules, monkeypatch: pytest.MonkeyPatch) -> Iterator[di
     monkeypatch.setattr(jit, "load", load)
     monkeypatch.setattr(session, "Calls", FaultyCalls)
     monkeypatch.setattr(InProcessMemory, "allocate", allocate_here)
-    monkeypatch.setattr(NvlinkSession, "_clear", clear_here)
+    monkeypatch.setattr(NvlinkSession, "clear_signals", clear_here)
     monkeypatch.setattr(board.Boards, "__init__", map_here)
     plugins.register("nvlink threads", Plugin())
     yield made

@@ -169,10 +169,11 @@ class NvlinkSession(WindowSession):
         else:
             _log.warning("the copy engines are not used, so large exchanges are some 5 %% slower: %s", boards)
 
-    def _clear(self, address: int) -> None:
+    def clear_signals(self) -> None:
+        """See `WindowSession.clear_signals`; the flags of slices and chunks too."""
         with _cuda.device_guard(self._device):
             self._flags.local[:FLAG_BYTES].zero_()
-        super()._clear(address)
+        super().clear_signals()
 
     def _arm(self) -> None:
         super()._arm()

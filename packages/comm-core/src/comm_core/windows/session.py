@@ -17,7 +17,15 @@ from comm_core.transport.interface import Properties, Staging, TransportSession
 from comm_core.transport.plan import Copy, Plan
 from comm_core.windows import gather
 from comm_core.windows.launch import Calls, SessionStruct, WindowStruct
-from comm_core.windows.signals import RECORD_BYTES, SIGNAL_BYTES, Operation, Stall, StallKind, read_stall
+from comm_core.windows.signals import (
+    RECORD_BYTES,
+    SIGNAL_BYTES,
+    Operation,
+    Stall,
+    StallKind,
+    abort_code,
+    read_stall,
+)
 from comm_core.windows.table import compile_plan
 from comm_core.windows.watchdog import watch
 from comm_core.windows.window import MAX_WINDOWS, MappedWindow, WindowSet
@@ -261,11 +269,11 @@ class WindowSession(TransportSession):
             self._push(plan, (value,), window, 0, Operation.ALL_GATHER_SMALL)
             self._unstage(plan, window, out)
 
-    def barrier(self) -> None:
-        """See `TransportSession.barrier`."""
+    def barrier(self, operation: Operation = Operation.BARRIER) -> None:
+        """See `TransportSession.barrier`; `operation` is what a stall is said to have happened in."""
         self.check()
         with _cuda.device_guard(self._device):
-            self._calls.barrier(self._stream(), self._session, Operation.BARRIER)
+            self._calls.barrier(self._stream(), self._session, operation)
 
     def allocate_output(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return an output in a window of its own, which peers write in place. Collective."""
@@ -328,6 +336,12 @@ class WindowSession(TransportSession):
                 "different calls or versions. The communicator is broken on every rank"
             )
         outputs = "The outputs are poisoned" if self._struct.poison else "What the outputs hold is undefined"
+        if stall.kind == StallKind.ABORTED and stall.reporter == stall.waited_for:
+            # A host has said so (`give_up`), and of itself.
+            return (
+                f"rank {rank} was told that rank {stall.reporter} failed ({where}). {outputs} and the communicator "
+                "is broken on every rank"
+            )
         who = "gave up" if stall.kind == StallKind.GAVE_UP else f"was told that rank {stall.reporter} gave up"
         return (
             f"rank {rank} {who} waiting for rank {stall.waited_for} ({where}) after {self._timeout_s:g} s "
@@ -335,6 +349,30 @@ class WindowSession(TransportSession):
             "ends; kernels that are loaded while others spin can do that too (CUDA_MODULE_LOADING=EAGER avoids it). "
             f"{outputs} and the communicator is broken on every rank"
         )
+
+    def give_up(self, waited_for: int, reporter: int | None = None) -> None:
+        """Break the session on every rank from the host, as a kernel does that has waited too long. Local.
+
+        Kernels of the peers that wait end at once, their later calls raise. Called where something else than a kernel
+        has failed in the middle of an operation. It does not wait for work on the current stream.
+
+        Args:
+            waited_for: the group rank that is to be named.
+            reporter: the group rank that has given up first, where this one only passes it on.
+        """
+        first = self._group.rank if reporter is None else reporter
+        word = torch.tensor([abort_code(first, waited_for) - (1 << 32)], dtype=torch.int32)
+        code = word.view(torch.uint8)
+        if self._device.type != "cuda":
+            for address in self._struct.signals:
+                self._view(address, code.numel()).copy_(code)
+            return
+        code = code.pin_memory()
+        stream = torch.cuda.Stream(self._device, priority=-1)
+        with _cuda.device_guard(self._device), torch.cuda.stream(stream):
+            for address in self._struct.signals:
+                self._view(address, code.numel()).copy_(code, non_blocking=True)
+            stream.synchronize()
 
     # For who takes the memory away and brings it back
 
