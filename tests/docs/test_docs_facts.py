@@ -49,6 +49,7 @@ from comm_nvlink.plugin import plugin as nvlink_plugin
 from comm_nvlink.transport import VARIABLES as NVLINK_VARIABLES
 from comm_nvlink.transport import NvlinkTransport
 from comm_pcie.plugin import plugin as pcie_plugin
+from comm_pcie.rdma.verbs import VARIABLES as PCIE_VARIABLES
 from comm_pcie.session import PcieSession
 
 
@@ -95,7 +96,11 @@ VARIABLE = re.compile(r"\bCOMM_[A-Z]+(?:_[A-Z]+)*\b")
 def test_every_variable_is_documented_and_no_other(read, root):
     """A variable that nobody reads any more, or that nobody is told of."""
     own, _, rest = read("docs/environment.md").partition("## Of other libraries")
-    assert [names(row[0])[0] for row in table(own, "variable")] == [*_env.VARIABLES, *NVLINK_VARIABLES]
+    assert [names(row[0])[0] for row in table(own, "variable")] == [
+        *_env.VARIABLES,
+        *NVLINK_VARIABLES,
+        *PCIE_VARIABLES,
+    ]
     others = {names(row[0])[0] for row in table(rest.partition("## Of tools and tests")[2], "variable")}
     kit = root / "packages" / "comm-core" / "src" / "comm_core" / "testing"
     source = "".join(path.read_text(encoding="utf-8") for path in (*root.glob("tools/*.py"), *kit.glob("*.py")))

@@ -397,6 +397,28 @@ def test_from_source_what_is_left_out_is_named(root, monkeypatch, capfd):
     assert "LEFT OUT: tests/packaging, since hatchling can't be imported here" in errors
 
 
+def test_tests_of_rdma_that_can_not_run_are_named_and_fail_in_ci(root, monkeypatch, capfd):
+    """Headers of rdma-core are no part of the environment that this tool makes."""
+    monkeypatch.setattr(dev.Environment, "has", lambda self, *modules: [])
+    monkeypatch.setattr(dev.Environment, "call", lambda self, command: 0)
+    ran = []
+    monkeypatch.setattr(dev.Environment, "become", lambda self, command, in_root: ran.append(command) or 0)
+    monkeypatch.setattr(dev, "RDMA_HEADERS", ("stdio.h", "infiniband/none.h"))
+    monkeypatch.delenv("CI", raising=False)
+    environment = dev.Environment(root, Path(sys.executable), {}, 0)
+    assert dev.test(environment, []) == 0 and len(ran) == 1
+    errors = capfd.readouterr().err
+    assert "LEFT OUT: the tests of RDMA" in errors and "no infiniband/none.h: apt-get install libib" in errors
+    monkeypatch.setenv("CI", "true")
+    with pytest.raises(dev.DevError, match="tests of RDMA can't run"):
+        dev.test(environment, [])
+    assert len(ran) == 1
+    monkeypatch.setattr(dev, "RDMA_HEADERS", ("stdio.h",))
+    assert dev.test(environment, []) == 0 and len(ran) == 2
+    monkeypatch.setenv("PATH", "")
+    assert dev.missing_rdma_headers() == ["stdio.h"]
+
+
 def test_tests_do_not_run_where_lint_fails(root, monkeypatch):
     """What CI runs fails with the first that fails, and in a finished environment nothing is left out."""
     monkeypatch.setattr(dev.Environment, "has", lambda self, *modules: [])

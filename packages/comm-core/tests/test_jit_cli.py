@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -118,6 +119,29 @@ def test_warm_goes_on_after_a_failure_and_says_so_in_its_exit_code(nvcc: FakeNvc
     assert "a.cu(1): error: no" in first["error"] and first["path"] is None
     assert all(row["error"] is None for row in others) and nvcc.made() == ["comm_core_windows", "comm_other_m"]
     assert "comm_core_selfcheck: failed" in run("warm", "--arch", "9.0a", code=1)
+
+
+def test_warm_leaves_out_what_needs_headers_that_are_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most users don't need that module; who asks for it by name is told which package has the header."""
+    fake = FakeNvcc(tmp_path / "compiler", host=shutil.which("g++"))
+    monkeypatch.setenv("COMM_NVCC", str(fake.path))
+    monkeypatch.setenv("COMM_CACHE_DIR", str(tmp_path / "cache"))
+    needs = (("stdio.h", "libc6-dev"), ("no/such.h", "libnone-dev"), ("no/other.h", "libnone-dev"))
+    plugins.register("other", Plugin(replace(OTHER, needs=needs)))
+    try:
+        rows = run("warm", "--arch", "9.0a", "--json")["modules"]
+        assert [row["left_out"] for row in rows] == [False, False, True]
+        assert "no no/such.h, no/other.h. On Debian" in rows[2]["error"] and rows[2]["path"] is None
+        assert "apt-get install libnone-dev" in rows[2]["error"] and "libc6" not in rows[2]["error"]
+        assert fake.made() == ["comm_core_selfcheck", "comm_core_windows"]
+        assert "comm_other_m: left out" in run("warm", "--arch", "9.0a")
+        assert "comm_other_m: failed" in run("warm", "--arch", "9.0a", "comm_other_m", code=1)
+        plugins.unregister("other")
+        plugins.register("other", Plugin(replace(OTHER, needs=needs[:1])))
+        run("warm", "--arch", "9.0a", "comm_other_m")
+        assert fake.made()[2:] == ["comm_other_m"]
+    finally:
+        plugins.unregister("other")
 
 
 def test_warm_needs_to_know_for_what(nvcc: FakeNvcc, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,9 @@ from comm_core.jit import key, libraries, toolchain
 from comm_core.jit.selfcheck import SELFCHECK
 from comm_core.testing.fake_nvcc import FakeNvcc
 
+GXX = str(shutil.which("g++"))
+"""As it is found before the path is emptied."""
+
 VARIABLES = ("COMM_NVCC", "CUDA_HOME", "CUDA_PATH", "NVCC_CCBIN", "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")
 
 
@@ -161,3 +164,18 @@ def test_ninja_is_found_beside_the_interpreter_of_an_environment_that_is_not_act
         if folder == "on path":
             monkeypatch.setenv("PATH", str(program.parent))
         assert toolchain.find_ninja() == str(program)
+
+
+def test_headers_are_looked_for_by_the_compiler_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it looks depends on its own settings and on variables."""
+    monkeypatch.setenv("PATH", str(Path(GXX).parent))
+    wanted = ("vector", "mine/own.h", "sys/types.h", "no/such.h")
+    assert toolchain.missing_headers(GXX, wanted) == ["mine/own.h", "no/such.h"]
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "own.h").touch()
+    monkeypatch.setenv("CPLUS_INCLUDE_PATH", str(tmp_path))
+    assert toolchain.missing_headers(GXX, wanted) == ["no/such.h"]
+    with pytest.raises(JitBuildError, match="does not work"):
+        toolchain.missing_headers("/bin/false", wanted)
+    with pytest.raises(JitBuildError, match="does not work"):
+        toolchain.missing_headers(str(tmp_path / "none"), wanted)

@@ -446,7 +446,7 @@ def test_ranks_that_ask_for_different_memory_are_all_told(name: str, own: Any, o
         ({"nbytes": -1}, "nbytes must be at least 1, got -1"),
         ({"nbytes": True}, "nbytes must be an int, got True"),
         ({"nbytes": 1.5}, "nbytes must be an int, got 1.5"),
-        ({"form": "fabric"}, "form must be 'auto' or one of in_process, vmm_fd, cuda_ipc, vmm_fabric, got 'fabric'"),
+        ({"form": "x"}, "form must be 'auto' or one of in_process, vmm_fd, cuda_ipc, vmm_fabric, host_fd, got 'x'"),
         ({"device": torch.device("cuda")}, "device must have an explicit ordinal, got 'cuda'"),
     ],
     ids=str,

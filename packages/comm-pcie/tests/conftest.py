@@ -8,12 +8,15 @@ streams, events, graphs, copies and memory.
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import re
 import subprocess
+import sys
 from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
-from typing import NamedTuple
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -89,6 +92,36 @@ def modules(tmp_path_factory: pytest.TempPathFactory) -> Hosted:
         build(EXCHANGE, HERE / "host_exchange.h", folder("exchange"), "-Werror"),
         build(SELFTEST, HERE / "host_selftest.h", folder("selftest"), f"-include{declared}", *flags),
     )
+
+
+def _sibling(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"pcie_{name}", HERE / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = sys.modules.setdefault(spec.name, importlib.util.module_from_spec(spec))
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def rdma_libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What tests of the routes over NICs need compiled, for the host, once."""
+    emulator = _sibling("rdma_host").emulator
+    folder = emulator.session_folder(tmp_path_factory)
+    return {
+        "emulator": str(emulator.build(folder)),
+        "engine": str(emulator.engine_module(folder).artifact.path),
+        "windows": str(compile_for_host(WINDOWS, Path(comm_core.__file__).parent, HOST_WINDOWS, folder)),
+    }
+
+
+@pytest.fixture
+def fabric(rdma_libraries: dict[str, str], tmp_path: Path) -> Iterator[Any]:
+    """A fabric; afterwards nothing is left in it, every rule has fired, and no message came before its receive."""
+    found = _sibling("rdma_host").Fabric(rdma_libraries, tmp_path)
+    yield found
+    counters = found.world.counters()
+    found.world.close()
+    assert counters["rnr_naks"] == 0 and counters["overflows"] == 0
 
 
 @pytest.fixture(autouse=True)

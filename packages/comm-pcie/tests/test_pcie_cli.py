@@ -14,6 +14,7 @@ from comm_core import plugins
 from comm_core.testing import topologies as fake
 from comm_core.testing.cli import commctl, topology_file
 from comm_pcie.plugin import PciePlugin
+from comm_pcie.rdma.facts import ROCE_V2, GidEntry, NicFacts, RdmaFacts
 
 _SPEC = importlib.util.spec_from_file_location("pcie_sysfs_fixture_cli", Path(__file__).with_name("sysfs.py"))
 assert _SPEC is not None and _SPEC.loader is not None
@@ -55,7 +56,7 @@ def test_a_route_that_can_not_be_planned_is_an_exit_code(
     if variable:
         monkeypatch.setenv("COMM_ULYSSES_PCIE_ROUTE", "hybrid")
     code, found = plan("--file", file, *options, capsys=capsys)
-    assert code == 1 and "RDMA half" in found["reason"] and found["requested_route"] == "hybrid"
+    assert code == 1 and "can't be planned" in found["reason"] and found["requested_route"] == "hybrid"
     code, found = plan("--file", file, "--route", "prefer-hybrid", capsys=capsys)
     assert code == 0 and found["plan"]["transport"] == "p2p"
 
@@ -80,6 +81,38 @@ def test_a_recorded_sysfs_gives_paths_nodes_and_hints(tmp_path: Path, capsys: py
     assert "no sysfs" in capsys.readouterr().err
 
 
+def test_nics_of_a_recorded_sysfs_are_planned_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NIC and GID of each rank, what the routes over NICs were verified on, and overrides from the environment."""
+    facts = fake.pcie_switch_pairs(4)
+    gpus = {record.device.pci_bus_id: f"pci0000:{i}0/0000:{i}0:01.0" for i, record in enumerate(facts)}
+    root = sysfs.tree(tmp_path / "sys", gpus, dict.fromkeys(gpus, 0))
+    for i, bridges in enumerate(gpus.values()):
+        table = [("fe80::1", "RoCE v2", "eth0")] * i + [(sysfs.ipv4_gid(f"10.0.0.{i}"), "RoCE v2", "eth0")]
+        sysfs.add_nic(root, tmp_path / "dev", f"mlx5_{3 - i}", f"{bridges}/0000:{i}1:00.0", table)
+    file = topology_file(tmp_path, facts)
+    monkeypatch.setattr("comm_pcie.rdma.probe.library_problem", lambda: "")
+    options = ("--file", file, "--sysfs", root, "--dev", tmp_path / "dev")
+    code, found = plan(*options, capsys=capsys)
+    assert code == 0 and found["plan"]["transport"] == "rdma"
+    assert found["plan"]["nic_names"] == ["mlx5_3", "mlx5_2", "mlx5_1", "mlx5_0"]
+    assert found["plan"]["gid_indices"] == [0, 1, 2, 3]
+    assert any("verified on an emulator only" in line for line in found["nics"])
+    assert any(line.startswith("mlx5_0: PCI 0000:31:00.0") for line in found["nics"])
+    monkeypatch.setenv("COMM_ULYSSES_PCIE_NICS", "mlx5_0,mlx5_2,mlx5_1,mlx5_3")
+    monkeypatch.setenv("COMM_ULYSSES_PCIE_GID_INDICES", "3,1,2,0")
+    code, found = plan(*options, "--route", "rdma", capsys=capsys)
+    assert code == 0 and found["plan"]["nic_names"] == ["mlx5_0", "mlx5_2", "mlx5_1", "mlx5_3"]
+    monkeypatch.setenv("COMM_ULYSSES_PCIE_NICS", "mlx5_0,mlx5_2")
+    assert "has 2 entries" in plan(*options, "--route", "rdma", capsys=capsys)[1]["reason"]
+    monkeypatch.delenv("COMM_ULYSSES_PCIE_NICS")
+    monkeypatch.delenv("COMM_ULYSSES_PCIE_GID_INDICES")
+    assert commctl("pcie", "plan", *map(str, options)) == 0
+    text = capsys.readouterr().out
+    assert "mlx5_3" in text and "emulator only" in " ".join(text.split())
+
+
 def test_tables_fit_80_columns_and_cut_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = "pci0000:00/0000:00:01.0/0000:80:00.0/0000:90:00.0/0000:a0:00.0/0000:b0:00.0"
     facts = fake.with_device(fake.pcie_switch_pairs(8), 0, pcie_path=path)
@@ -95,3 +128,21 @@ def test_this_machine_is_asked_without_cuda(capsys: pytest.CaptureFixture[str]) 
     """Here it may have no GPU: then it says so, and exits with 1."""
     code, found = plan(capsys=capsys)
     assert code in (0, 1) and found["eligible"] == (code == 0) and found["reason"]
+
+
+@pytest.mark.parametrize("command", ["doctor", "topo"])
+def test_nics_and_what_their_routes_were_verified_on_are_shown(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody must take a route over NICs for proven: each place that shows it says where it was run."""
+    nic = NicFacts("mlx5_0", "ACTIVE", "Ethernet", (GidEntry(3, "0" * 20 + "ffff0a000001", ROCE_V2, "eth0"),), "eth0")
+    probe = {"rdma": RdmaFacts((nic,), "sysfs").to_json()}
+    facts = [replace(record, plugins={"pcie": probe}) for record in fake.pcie_switch_pairs(2)]
+    monkeypatch.setenv("COMM_TOPOLOGY_FILE", topology_file(tmp_path, facts))
+    assert commctl(command) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "Transport pcie" in text and "experimental, verified on an emulator only" in text
+    assert "mlx5_0: PCI ?, NUMA node ?, port ACTIVE, Ethernet, eth0, IPv4 RoCE v2 GID 3 (10.0.0.1)" in text
+    if command == "doctor":
+        commctl("doctor", "--json")
+        assert json.loads(capsys.readouterr().out)["notes"]["pcie"][0].endswith("verified on an emulator only")

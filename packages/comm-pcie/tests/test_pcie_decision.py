@@ -38,6 +38,7 @@ def environment(file: Path, **more: str) -> dict[str, str]:
     return {"COMM_TOPOLOGY_FILE": str(file), **more}
 
 
+MISSING = "can't be planned"
 OPT_IN = {"COMM_ALLOW_EXPERIMENTAL_AUTO_BACKENDS": "1"}
 
 
@@ -70,15 +71,34 @@ def test_the_route_must_be_equal_on_all_ranks(ranks: RankPool, machine: Path) ->
     assert outcomes[0][0] == "JointValueError" and "must be one of auto, p2p" in outcomes[0][2]
 
 
+@pytest.mark.parametrize(
+    ("name", "one", "others", "wrong"),
+    [
+        ("COMM_ULYSSES_PCIE_NICS", "mlx5_0,mlx5_1", "mlx5_1, mlx5_0", "mlx5_0;mlx5_1"),
+        ("COMM_ULYSSES_PCIE_GID_INDICES", "3,3", "3,5", "3,x"),
+    ],
+)
+def test_nics_and_gids_by_hand_must_be_equal_on_all_ranks(
+    ranks: RankPool, machine: Path, name: str, one: str, others: str, wrong: str
+) -> None:
+    """C2: they are lists for all ranks, so that all know who uses what."""
+    env = environment(machine, **{name: others})
+    outcomes = ranks.run(decided, "pcie", ranks=2, env=env, rank_env={1: environment(machine, **{name: one})})
+    assert len(set(outcomes)) == 1 and outcomes[0][0] == "JointValueError"
+    assert name in outcomes[0][2] and one in outcomes[0][2] and others.replace(" ", "") in outcomes[0][2]
+    outcomes = ranks.run(decided, "pcie", ranks=2, env=environment(machine, **{name: wrong}))
+    assert outcomes[0][0] == "JointValueError" and f"{name} must be" in outcomes[0][2] and wrong in outcomes[0][2]
+
+
 def test_a_route_that_can_not_be_planned_raises_and_a_preference_does_not(ranks: RankPool, machine: Path) -> None:
     for route in ("rdma", "hybrid"):
         outcomes = ranks.run(decided, "pcie", ranks=4, env=environment(machine, COMM_ULYSSES_PCIE_ROUTE=route))
-        assert len(set(outcomes)) == 1 and outcomes[0][0] == "UlyssesBackendError" and "RDMA half" in outcomes[0][2]
+        assert len(set(outcomes)) == 1 and outcomes[0][0] == "UlyssesBackendError" and MISSING in outcomes[0][2]
         env = environment(machine, COMM_ULYSSES_PCIE_ROUTE=f"prefer-{route}")
         assert ranks.run(decided, "pcie", ranks=4, env=env)[0][:2] == ("pcie", "p2p")
         env = environment(machine, COMM_ULYSSES_PCIE_ROUTE=route, **OPT_IN)
         backend, _, reason = ranks.run(decided, "auto", ranks=4, env=env)[0]
-        assert backend != "pcie" and "RDMA half" in reason
+        assert backend != "pcie" and MISSING in reason
 
 
 def test_one_rank_needs_no_links(ranks: RankPool, tmp_path: Path) -> None:

@@ -1,23 +1,43 @@
-"""The CUDA modules of comm-pcie, compiled for every architecture: what comes out is as it must be."""
+"""The modules of comm-pcie, compiled for every architecture: what comes out is as it must be."""
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import comm_pcie
 from comm_core.jit import ModuleSpec
 from comm_core.jit.cache import Artifact
+from comm_core.jit.loader import open_library
 from comm_core.testing import cubin
 from comm_pcie.exchange import EXCHANGE
 from comm_pcie.plugin import plugin
+from comm_pcie.rdma.module import RDMA
+from comm_pcie.rdma.verbs import VerbsLibraries, load_verbs
 from comm_pcie.selftest import SELFTEST
 
+
+def _sibling(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(f"pcie_{name}_modules", Path(__file__).with_name(f"{name}.py"))
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+emulator = _sibling("emulator")
+ranks_of = _sibling("rdma_ranks")
+
 PACKAGE = Path(comm_pcie.__file__).parent
-MODULES = (EXCHANGE, SELFTEST)
+MODULES = (EXCHANGE, SELFTEST, RDMA)
+OF_VERBS = ("verbs_api.h", "rdma_engine.h")
+"""Headers that include those of rdma-core."""
 
 
 def test_every_module_is_listed_and_every_source_is_a_module_s() -> None:
@@ -26,9 +46,21 @@ def test_every_module_is_listed_and_every_source_is_a_module_s() -> None:
     assert sources == {source for spec in MODULES for source in spec.sources}
 
 
-@pytest.fixture(scope="module", params=MODULES, ids=lambda spec: spec.name)
+_artifacts: dict[str, Artifact] = {}
+
+
+def artifact_of(spec: ModuleSpec, factory: pytest.TempPathFactory) -> Artifact:
+    """The module for every architecture, built once."""
+    if spec.needs:
+        emulator.require_headers()
+    if spec.name not in _artifacts:
+        _artifacts[spec.name] = cubin.build(spec, factory.mktemp("cache of the tests"))
+    return _artifacts[spec.name]
+
+
+@pytest.fixture(params=MODULES, ids=lambda spec: spec.name)
 def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[ModuleSpec, Artifact]:
-    return request.param, cubin.build(request.param, tmp_path_factory.mktemp("cache of the tests"))
+    return request.param, artifact_of(request.param, tmp_path_factory)
 
 
 def test_it_is_as_every_module_must_be(built: tuple[ModuleSpec, Artifact]) -> None:
@@ -37,9 +69,21 @@ def test_it_is_as_every_module_must_be(built: tuple[ModuleSpec, Artifact]) -> No
     assert library.archs == cubin.ARCHS
     assert cubin.problems(spec, library) == []
     usage = [item for item in cubin.kernel_usage(library.log.read_text(encoding="utf-8")) if item.kernel]
-    assert len(usage) == 5 * 3 and all(item.registers > 0 for item in usage)
+    kernels = 3 if any(source.endswith(".cu") for source in spec.sources) else 0
+    assert len(usage) == 5 * kernels and all(item.registers > 0 for item in usage)
     needed = cubin.needed_libraries(library.path)
     assert needed and not [name for name in needed if "verbs" in name or "mlx5" in name or "cuda" in name]
+
+
+def test_the_engine_that_nvcc_has_built_moves_bytes(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> None:
+    """What users get, by the JIT's own flags; the other tests of it compile it with the host's compiler."""
+    library = emulator.build(emulator.session_folder(tmp_path_factory))
+    module = open_library(RDMA, artifact_of(RDMA, tmp_path_factory))
+    loaded = load_verbs(VerbsLibraries(str(library), str(library)), module=module)
+    assert loaded.api is not None, loaded.reason
+    with emulator.World(library, tmp_path / "fabric", emulator.nics(1)) as world:
+        ranks_of.exchange_with_itself(loaded.api, "mlx5_0", 0)
+        assert world.counters()["executed_writes"] == 21
 
 
 def test_the_headers_stand_alone_on_a_host(tmp_path: Path) -> None:
@@ -47,6 +91,8 @@ def test_the_headers_stand_alone_on_a_host(tmp_path: Path) -> None:
 
     core = Path(comm_core.__file__).parent / "include"
     for header in sorted((PACKAGE / "include" / "comm_pcie").iterdir()):
+        if header.name in OF_VERBS:
+            emulator.require_headers()
         source = tmp_path / "alone.cpp"
         source.write_text(f"#include <comm_pcie/{header.name}>\nint main() {{ return 0; }}\n", encoding="utf-8")
         command = ["g++", "-std=c++17", "-fsyntax-only", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
@@ -63,6 +109,7 @@ def test_importing_touches_nothing() -> None:
     """L13: neither CUDA, NVML, torch nor a library of RDMA."""
     code = (
         "import sys, comm_pcie, comm_pcie.plugin, comm_pcie.routes, comm_pcie.hints, comm_pcie.selftest;"
+        "import comm_pcie.rdma.module, comm_pcie.rdma.verbs;"
         "print(sorted({'torch', 'pynvml', 'cuda', 'typer', 'pyverbs'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=60)

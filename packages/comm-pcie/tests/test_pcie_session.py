@@ -69,7 +69,7 @@ class HostTransport(PcieTransport):
 
     def __init__(self) -> None:
         self.faults: list[Fault] = []
-        self.requested = "auto"
+        self.requested, self.reason = "auto", ""
 
     def probe(self, context: Any) -> dict[str, Any]:
         return {}
@@ -81,6 +81,7 @@ class HostTransport(PcieTransport):
             "gid_indices": [],
             "transport": "p2p",
             "requested_route": self.requested,
+            "route_reason": self.reason,
             "blocks_per_peer": 1,
             "devices": [gpu_uuid(rank) for rank in range(len(facts))],
             "hints": ["an IOMMU is on"],
@@ -891,7 +892,7 @@ def test_verdicts_are_kept_a_process_and_pair(monkeypatch: pytest.MonkeyPatch) -
 def test_it_warns_once_that_it_is_experimental(host: HostTransport, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once a process, by name or by "auto"; and of a preference that can't be met."""
     monkeypatch.setattr(pcie_warnings, "_given", set())
-    host.requested = "prefer-rdma"
+    host.requested, host.reason = "prefer-rdma", "there is no RDMA device"
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for backend in ("pcie", "auto"):
@@ -900,12 +901,13 @@ def test_it_warns_once_that_it_is_experimental(host: HostTransport, monkeypatch:
     # Two ranks of one process may both be the first.
     assert set(kinds) == {ExperimentalWarning, RouteWarning} and len(kinds) <= 4, kinds
     texts = [str(item.message) for item in caught if item.category is RouteWarning]
-    assert "prefer-rdma" in texts[0] and "'p2p'" in texts[0] and "RDMA half" in texts[0]
+    assert "prefer-rdma" in texts[0] and "'p2p'" in texts[0] and "no RDMA device" in texts[0]
 
 
 def opens_with(group: Group, backend: str) -> None:
     with communicator(group, backend) as comm:
-        assert comm.backend == "pcie"
+        assert (comm.backend, comm.transport) == ("pcie", "p2p")
+        assert str(comm.fallback_reason).endswith("there is no RDMA device")
 
 
 def test_where_warnings_are_errors_it_is_refused_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -159,6 +159,56 @@ class Device:
         with self.current():
             self._call("cuMemSetAccess", address, nbytes, [access], 1)
 
+    def export_dma_buf(self, address: int, nbytes: int) -> int:
+        """Return a DMA-BUF file descriptor of device memory; the caller closes it.
+
+        Args:
+            address: a multiple of the host's page size.
+            nbytes: likewise; all of it allocated.
+        """
+        kind = self._api.CUmemRangeHandleType.CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
+        with self.current():
+            return int(self._call("cuMemGetHandleForAddressRange", address, nbytes, kind, 0))
+
+    def synchronize_memory_operations(self, address: int) -> None:
+        """Make synchronous copies of the whole allocation at `address` really synchronous, as other devices need it.
+
+        Memory of `create` does not know the attribute.
+        """
+        attribute = self._api.CUpointer_attribute.CU_POINTER_ATTRIBUTE_SYNC_MEMOPS
+        with self.current():
+            self._call("cuPointerSetAttribute", True, attribute, address)
+
+    def flush_remote_writes(self) -> None:
+        """Wait until what network cards wrote into this device's memory is visible to the device."""
+        target = self._api.CUflushGPUDirectRDMAWritesTarget.CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TARGET_CURRENT_CTX
+        scope = self._api.CUflushGPUDirectRDMAWritesScope.CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TO_OWNER
+        with self.current():
+            self._call("cuFlushGPUDirectRDMAWrites", target, scope)
+
+    def copy_rows(
+        self, target: int, target_pitch: int, source: int, source_pitch: int, row_bytes: int, rows: int, stream: int
+    ) -> None:
+        """Enqueue a copy of `rows` rows between two addresses that this device can reach, by a copy engine.
+
+        Args:
+            target: address of the first row.
+            target_pitch: bytes from row to row.
+            source: likewise.
+            source_pitch: likewise.
+            row_bytes: bytes of a row.
+            rows: how many.
+            stream: handle of a stream of this device.
+        """
+        unified = self._api.CUmemorytype.CU_MEMORYTYPE_UNIFIED
+        copy = self._api.CUDA_MEMCPY2D()
+        copy.srcMemoryType = copy.dstMemoryType = unified
+        copy.srcDevice, copy.srcPitch = source, source_pitch
+        copy.dstDevice, copy.dstPitch = target, target_pitch
+        copy.WidthInBytes, copy.Height = row_bytes, rows
+        with self.current():
+            self._call("cuMemcpy2DAsync", copy, self._api.CUstream(stream))
+
     def multicast_granularity(self, devices: int, nbytes: int, *, fabric: bool) -> int:
         """Return what the memory that is bound to a multicast object must be a multiple of, in bytes."""
         flag = self._api.CUmulticastGranularity_flags.CU_MULTICAST_GRANULARITY_MINIMUM

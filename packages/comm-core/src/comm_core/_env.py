@@ -7,6 +7,7 @@ ranks that disagree raise together. Nothing is read at import.
 from __future__ import annotations
 
 import os
+import re
 
 from comm_core.errors import ArgumentValueError
 
@@ -22,6 +23,8 @@ __all__ = [
     "jit_timeout_s",
     "nvcc",
     "on_stall",
+    "pcie_gid_indices",
+    "pcie_nics",
     "pcie_route",
     "peer_memory",
     "timeout_s",
@@ -37,6 +40,8 @@ VARIABLES: dict[str, str] = {
     "COMM_ON_STALL": "poison (default): a stalled operation fills its outputs with NaN bytes; status: it does not",
     "COMM_PEER_MEMORY": "auto, vmm_fd or cuda_ipc, equal on all ranks: how ranks share device memory (default auto)",
     "COMM_ULYSSES_PCIE_ROUTE": "auto, p2p, rdma, hybrid, prefer-rdma or prefer-hybrid, on all ranks: how 'pcie' goes",
+    "COMM_ULYSSES_PCIE_NICS": "NIC of each rank for the RDMA routes of 'pcie', as in 'mlx5_0,mlx5_3'; on all ranks",
+    "COMM_ULYSSES_PCIE_GID_INDICES": "GID index of each rank for those routes, as in '3,5'; equal on all ranks",
     "COMM_TOPOLOGY_FILE": "a recorded topology (JSON) that replaces the probe",
     "COMM_BLOCK_PLUGINS": "comma-separated plugin names that are not loaded",
     "COMM_TRACE_HOOKS": "1: print every plugin hook call to standard error",
@@ -118,6 +123,22 @@ def pcie_route() -> str:
     if value not in _PCIE_ROUTES:
         raise ArgumentValueError(f"COMM_ULYSSES_PCIE_ROUTE must be one of {', '.join(_PCIE_ROUTES)}, got {value!r}")
     return value
+
+
+def pcie_nics() -> str:
+    """Return ``COMM_ULYSSES_PCIE_NICS``: names of RDMA devices with commas between, one a rank, or empty."""
+    value = os.environ.get("COMM_ULYSSES_PCIE_NICS", "").strip()
+    if value and not re.fullmatch(r"[\w.-]+(\s*,\s*[\w.-]+)*", value, re.ASCII):
+        raise ArgumentValueError(f"COMM_ULYSSES_PCIE_NICS must be names with commas between, got {value!r}")
+    return "".join(value.split())
+
+
+def pcie_gid_indices() -> str:
+    """Return ``COMM_ULYSSES_PCIE_GID_INDICES``: numbers with commas between, one a rank, or empty."""
+    value = os.environ.get("COMM_ULYSSES_PCIE_GID_INDICES", "").strip()
+    if value and not re.fullmatch(r"[0-9]{1,5}(\s*,\s*[0-9]{1,5})*", value, re.ASCII):
+        raise ArgumentValueError(f"COMM_ULYSSES_PCIE_GID_INDICES must be numbers with commas between, got {value!r}")
+    return "".join(value.split())
 
 
 def topology_file() -> str | None:

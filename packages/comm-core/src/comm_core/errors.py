@@ -143,11 +143,13 @@ class JitBuildError(CommError, RuntimeError):
     Attributes:
         command: the command that failed, or empty where no command had been run.
         log: path of the whole log, or empty.
+        lacking: Debian packages whose headers the module needs and this machine lacks; empty for other failures.
     """
 
-    def __init__(self, text: str, *, command: str = "", log: str = "") -> None:
+    def __init__(self, text: str, *, command: str = "", log: str = "", lacking: tuple[str, ...] = ()) -> None:
         self.command = command
         self.log = log
+        self.lacking = lacking
         super().__init__(text)
 
 

@@ -21,7 +21,8 @@ from comm_core.topology.predicates import PCIE_ROUTES
 from comm_core.transport.interface import ProbeContext, Request, Verdict
 from comm_pcie import routes
 from comm_pcie.hints import hints
-from comm_pcie.transport import PcieTransport
+from comm_pcie.rdma.planning import GIDS_VARIABLE, NICS_VARIABLE
+from comm_pcie.transport import PcieTransport, nic_lines
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -48,6 +49,9 @@ def plan(
             "--sysfs", metavar="FOLDER", help="A recorded /sys to take PCIe paths, NUMA nodes and ACS from."
         ),
     ] = None,
+    dev: Annotated[
+        Path, typer.Option("--dev", metavar="FOLDER", help="With --sysfs: the /dev that goes with it.")
+    ] = Path("/dev"),
     world_size: Annotated[
         int | None, typer.Option("--world-size", "-n", min=1, metavar="N", help="Plan for the first N GPUs.")
     ] = None,
@@ -71,7 +75,7 @@ def plan(
         if sysfs is not None:
             if not (sysfs / "bus/pci/devices").is_dir():
                 raise ArgumentValueError(f"{str(sysfs)!r} is no sysfs: it has no bus/pci/devices")
-            facts = with_sysfs(facts, sysfs)
+            facts = with_sysfs(facts, sysfs, dev)
         elif origin == "this machine":
             facts = _probed(facts)
         asked = _env.pcie_route() if route is None else route
@@ -83,17 +87,20 @@ def plan(
     raise typer.Exit(0 if verdict.eligible else 1)
 
 
-def with_sysfs(facts: Sequence[RankFacts], sysfs: Path) -> list[RankFacts]:
-    """Return `facts` with what a recorded sysfs says about each GPU's place."""
+def with_sysfs(facts: Sequence[RankFacts], sysfs: Path, dev: Path) -> list[RankFacts]:
+    """Return `facts` with what a recorded sysfs says about each GPU's place, and about NICs."""
     from comm_core.topology.probe import numa_node
     from comm_pcie.hints import read_hints
+    from comm_pcie.rdma.probe import SysfsProbe
 
+    # Whether the libraries are installed there is not recorded: they are taken to be.
+    rdma = SysfsProbe(sysfs, dev).facts().to_json()
     found: list[RankFacts] = []
     for record in facts:
         address = record.device.pci_bus_id
         path = pcie_path(address, sysfs)
         device = replace(record.device, pcie_path=path, numa_node=numa_node(address, sysfs))
-        probe = cast("JsonObject", read_hints(address, path, sysfs))
+        probe: JsonObject = {**cast("JsonObject", read_hints(address, path, sysfs)), "rdma": rdma}
         found.append(replace(record, device=device, plugins={**record.plugins, PcieTransport.name: probe}))
     return found
 
@@ -114,7 +121,12 @@ def _probed(facts: Sequence[RankFacts]) -> list[RankFacts]:
 
 def plan_of(facts: Sequence[RankFacts], route: str) -> Verdict:
     """Return the verdict of the transport on a group of these ranks that asks for `route`."""
-    environment = {routes.VARIABLE: route, "COMM_ALLOW_SHARED_GPU": str(int(_env.allow_shared_gpu()))}
+    environment = {
+        routes.VARIABLE: route,
+        NICS_VARIABLE: _env.pcie_nics(),
+        GIDS_VARIABLE: _env.pcie_gid_indices(),
+        "COMM_ALLOW_SHARED_GPU": str(int(_env.allow_shared_gpu())),
+    }
     kind = facts[0].device.kind if facts else "cpu"
     request = Request(PcieTransport.name, len(facts), kind, environment=environment)
     return PcieTransport().assess(request, facts)
@@ -141,6 +153,7 @@ def document(facts: Sequence[RankFacts], route: str, verdict: Verdict) -> JsonOb
         "devices": devices,
         "common_ancestors": cast("Json", found),
         "hints": cast("Json", hints(facts, PcieTransport.name)),
+        "nics": list(nic_lines(facts, PcieTransport.name)),
     }
 
 
@@ -163,4 +176,12 @@ def _show(facts: Sequence[RankFacts], route: str, verdict: Verdict, origin: str,
     for (a, b), level in routes.pairs(facts).items():
         levels.setdefault(level or "unknown", []).append(f"{a}-{b}")
     output.columns("Common ancestors", ((level, output.listed(found)) for level, found in levels.items()), out)
+    nics = cast("Sequence[str | None]", plan.get("nic_names") or ())
+    if any(nics):
+        indices = cast("Sequence[int]", plan["gid_indices"])
+        table = output.Sheet("NICs of the ranks", "rank", "NIC", "GID index")
+        for rank, (name, index) in enumerate(zip(nics, indices, strict=True)):
+            table.add(str(rank), str(name), str(index))
+        table.print(out)
+    output.paragraph("NICs", nic_lines(facts, PcieTransport.name), out)
     output.paragraph("What may stand in the way", hints(facts, PcieTransport.name), out)

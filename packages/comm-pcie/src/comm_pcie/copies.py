@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from comm_core.transport.plan import Copy, Level, Plan
 
-__all__ = ["COPY_BYTES", "LANES", "SLOW_ROWS", "Box", "boxes", "pack", "peers"]
+__all__ = ["COPY_BYTES", "LANES", "SLOW_ROWS", "Box", "boxes", "boxes_of", "pack", "peers"]
 
 LANES = 2
 """Streams that the copies to the peers are spread over."""
@@ -88,6 +88,19 @@ def boxes(plan: Plan) -> tuple[Box, ...]:
             if copy.peer == peer:
                 found.extend(_cut(copy, step % LANES))
     return tuple(found)
+
+
+def boxes_of(copy: Copy) -> tuple[Box, ...]:
+    """Return one copy as boxes of a single slice, for whoever enqueues rows alone; all in lane 0."""
+    return tuple(
+        box._replace(
+            source_offset=box.source_offset + slice_ * box.source_height * box.source_pitch,
+            target_offset=box.target_offset + slice_ * box.target_height * box.target_pitch,
+            slices=1,
+        )
+        for box in _cut(copy, 0)
+        for slice_ in range(box.slices)
+    )
 
 
 def pack(copies: tuple[Box, ...]) -> bytes:

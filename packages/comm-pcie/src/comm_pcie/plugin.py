@@ -9,6 +9,7 @@ from comm_core.jit.spec import ModuleSpec
 from comm_core.plugins import hookimpl
 from comm_core.transport.interface import Transport
 from comm_pcie.exchange import EXCHANGE
+from comm_pcie.rdma.module import RDMA
 from comm_pcie.selftest import SELFTEST
 from comm_pcie.transport import PcieTransport
 
@@ -31,8 +32,8 @@ class PciePlugin:
 
     @hookimpl
     def comm_modules(self) -> Sequence[ModuleSpec]:
-        """Return the CUDA modules."""
-        return (EXCHANGE, SELFTEST)
+        """Return the modules: of the copy engines, of the self-test, and of the engine for NICs."""
+        return (EXCHANGE, SELFTEST, RDMA)
 
     @hookimpl
     def comm_commands(self) -> Sequence[tuple[str, Typer]]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from comm_core import _cuda
-from comm_core.errors import ArgumentValueError, CudaCallError, TransportError, UnsupportedError
+from comm_core.errors import CudaCallError, TransportError, UnsupportedError
 from comm_core.transport import strided
 from comm_core.transport.interface import Properties, Staging
 from comm_core.transport.plan import Copy, Level, Plan
@@ -19,6 +19,7 @@ from comm_core.windows.signals import MAX_RANKS, Operation, Stall, StallKind
 from comm_core.windows.table import compile_plan
 from comm_core.windows.window import MappedWindow
 from comm_pcie import copies
+from comm_pcie.calls import BoundStream, buffer_bytes, refuse_head_chunks, refuse_output
 from comm_pcie.exchange import Counters, Engine
 
 if TYPE_CHECKING:
@@ -36,7 +37,6 @@ _BYTES_PER_BLOCK = 1 << 14
 _SMALL = 1
 """Number of the window of small gathers, which the copy engines are tested on."""
 _TEST_ROW, _TEST_ROWS = 4099, 3
-_REFUSED = frozenset({"scatter_qkv_head_chunk", "gather_output_head_chunk"})
 
 
 class _Prepared(NamedTuple):
@@ -95,7 +95,7 @@ class PcieSession(WindowSession):
         self._outputs: dict[int, ctypes.Array[ctypes.c_void_p]] = {}
         self._inputs: dict[int, torch.Tensor] = {}
         self._registered: dict[int, MappedWindow] = {}
-        self._bound_stream: int | None = None
+        self._bound = BoundStream(lambda: _cuda.raw_stream(device.index))
         self._graphs_failed = False
         super().__init__(
             stages,
@@ -176,36 +176,12 @@ class PcieSession(WindowSession):
         """
         self.check()
         window = self._registered.get(destination.data_ptr())
-        if plan.operation in _REFUSED or window is None or plan.target_bytes > window.nbytes:
-            raise self._refusal(plan, destination)
-        self._bind_stream()
+        refuse_head_chunks(plan)
+        if window is None or plan.target_bytes > window.nbytes:
+            found = self.windows.find(destination.data_ptr(), plan.target_bytes)
+            raise refuse_output(plan, found is not None)
+        self._bound.bind()
         self._launch(plan, sources[0], window, Operation.of(plan.operation))
-
-    def _refusal(self, plan: Plan, destination: torch.Tensor) -> Exception:
-        if plan.operation in _REFUSED:
-            return UnsupportedError(
-                f"{plan.operation}: 'pcie' has no head-chunk calls: pack the band and use scatter_heads, or "
-                "gather_heads and merge it (pack_ulysses_qkv_head_chunk, merge_ulysses_output_head_chunk), or "
-                "exchange_chunks"
-            )
-        found = self.windows.find(destination.data_ptr(), plan.target_bytes)
-        what = "is a view that does not begin where the output does" if found else "is ordinary memory"
-        return ArgumentValueError(
-            f"{plan.operation}: 'pcie' writes outputs from allocate_output alone, from their beginning on and of at "
-            f"least {plan.target_bytes} bytes; this one {what}, or is too small"
-        )
-
-    def _bind_stream(self) -> None:
-        """Keep calls on one stream. Captured calls are ordered by whoever replays the graph."""
-        stream = _cuda.raw_stream(self._device.index)
-        if stream == self._bound_stream or _cuda.is_capturing():
-            return
-        if self._bound_stream is not None:
-            raise UnsupportedError(
-                f"a communicator over 'pcie' stays on the stream of its first call ({self._bound_stream:#x}), this "
-                f"one is on {stream:#x}: use that stream, or a communicator for each"
-            )
-        self._bound_stream = stream
 
     def _launch(self, plan: Plan, source: torch.Tensor, window: MappedWindow, operation: int) -> None:
         prepared = self._prepared.get(plan) or self._prepare(plan)
@@ -284,19 +260,8 @@ class PcieSession(WindowSession):
                 elsewhere is not), or `shape` does not fit.
         """
         window = self._registered.get(out.data_ptr())
-        if window is None:
-            raise ArgumentValueError(
-                "input_buffer: out must be an output of this communicator's allocate_output, and begin where it does"
-            )
-        nbytes = out.element_size()
-        for size in shape:
-            if type(size) is not int or size < 1:
-                raise ArgumentValueError(f"input_buffer: shape must be positive ints, got {tuple(shape)}")
-            nbytes *= size
-        if nbytes > window.nbytes:
-            raise ArgumentValueError(
-                f"input_buffer: {tuple(shape)} has {nbytes} bytes, the buffer of this output {window.nbytes}"
-            )
+        nbytes = buffer_bytes(out, shape, None if window is None else window.nbytes)
+        assert window is not None
         buffer = self._inputs.get(window.number)
         if buffer is None:
             buffer = torch.empty(window.nbytes, dtype=torch.uint8, device=self._device)

@@ -158,6 +158,8 @@ def _wanted(options: Options, facts: Sequence[RankFacts]) -> Wanted:
             "COMM_ALLOW_EXPERIMENTAL_AUTO_BACKENDS": str(int(options.experimental or _env.allow_experimental_auto())),
             "COMM_ALLOW_SHARED_GPU": str(int(_env.allow_shared_gpu())),
             "COMM_ULYSSES_PCIE_ROUTE": _env.pcie_route(),
+            "COMM_ULYSSES_PCIE_NICS": _env.pcie_nics(),
+            "COMM_ULYSSES_PCIE_GID_INDICES": _env.pcie_gid_indices(),
         },
     )
 

@@ -14,6 +14,7 @@ from comm_core._json import Json, JsonObject
 from comm_core._version import __version__
 from comm_core.cli import output
 from comm_core.cli.decide import Options, imagined_ranks, with_probes
+from comm_core.cli.remarks import remarks
 from comm_core.cli.topo import machine_or_file
 from comm_core.errors import CommError
 from comm_core.plugins.discovery import Registry, registry
@@ -38,6 +39,9 @@ _CHECKS: dict[str, Callable[[], object]] = {
     "COMM_ALLOW_EXPERIMENTAL_AUTO_BACKENDS": _env.allow_experimental_auto,
     "COMM_ALLOW_SHARED_GPU": _env.allow_shared_gpu,
     "COMM_PEER_MEMORY": _env.peer_memory,
+    "COMM_ULYSSES_PCIE_ROUTE": _env.pcie_route,
+    "COMM_ULYSSES_PCIE_NICS": _env.pcie_nics,
+    "COMM_ULYSSES_PCIE_GID_INDICES": _env.pcie_gid_indices,
     "COMM_TRACE_HOOKS": _env.trace_hooks,
 }
 _BROKEN = ("broken", "incompatible", "duplicate")
@@ -56,6 +60,7 @@ class Check:
         missing: known names that are not installed -> how to get them.
         problems: what is broken.
         remarks: what is worth knowing and no fault.
+        notes: transport -> what it says of this machine and of itself.
     """
 
     versions: dict[str, str] = field(default_factory=dict[str, str])
@@ -65,6 +70,7 @@ class Check:
     missing: dict[str, str] = field(default_factory=dict[str, str])
     problems: list[str] = field(default_factory=list[str])
     remarks: list[str] = field(default_factory=list[str])
+    notes: dict[str, list[str]] = field(default_factory=dict[str, "list[str]"])
 
 
 def run(*, as_json: bool, strict: bool) -> int:
@@ -162,6 +168,7 @@ def _variables(found: Check) -> None:
 def _transports(found: Check, plugins: Registry) -> None:
     facts = _facts(found, plugins)
     owners = {name: report for report in plugins.reports for name in report.transports}
+    found.notes = remarks(plugins, facts)
     for name in [*plugins.transports, *(name for name in known.TRANSPORTS if name not in plugins.transports)]:
         transport = plugins.transports.get(name)
         usable, reason = None, "there is no topology to decide with"
@@ -228,6 +235,7 @@ def document(found: Check) -> JsonObject:
         "missing": dict(found.missing),
         "problems": list(found.problems),
         "remarks": list(found.remarks),
+        "notes": {name: list(lines) for name, lines in found.notes.items()},
     }
 
 
@@ -242,6 +250,8 @@ def _show(found: Check, out: Console) -> None:
     table.print(out)
     whys = [f"{row['name']}: {row['reason']}" for row in found.transports if row["installed"]]
     output.paragraph("Why", whys, out)
+    for name, lines in found.notes.items():
+        output.paragraph(f"Transport {name}", lines, out)
     output.columns("Known and not installed", found.missing.items(), out)
     table = output.Sheet("Environment", "variable", "value", "meaning", fixed=("variable",))
     for name, (value, meaning) in found.variables.items():

@@ -54,7 +54,7 @@ def document(facts: Sequence[RankFacts]) -> JsonObject:
 def run(*, file: Path | None, out: Path | None, anonymize: bool, as_json: bool) -> int:
     """Print, and write where that is asked for; return the exit code."""
     with output.quiet_stdout():
-        facts, origin = machine_or_file(file)
+        facts, origin, notes = _looked_at(file)
     if anonymize:
         facts = recorded.anonymized(facts)
     if out is not None:
@@ -67,10 +67,30 @@ def run(*, file: Path | None, out: Path | None, anonymize: bool, as_json: bool) 
         return 0
     console = output.console()
     show(facts, console, origin=origin)
+    for name, lines in notes.items():
+        output.paragraph(f"Transport {name}", lines, console)
     if out is not None:
         replay = f"COMM_TOPOLOGY_FILE={out}, or commctl decide --file {out}"
         console.print(f"Written to {out}; to replay it: {replay}", soft_wrap=True)
     return 0
+
+
+def _looked_at(file: Path | None) -> tuple[list[RankFacts], str, dict[str, list[str]]]:
+    """Return the records, with the transports' own probes where they are of this machine, and what those say."""
+    from comm_core.cli.decide import with_probes
+    from comm_core.cli.remarks import remarks
+    from comm_core.errors import CommError
+    from comm_core.plugins.discovery import Registry, registry
+
+    facts, origin = machine_or_file(file)
+    try:
+        plugins = registry()
+    except CommError:
+        # Doctor says what is wrong with them; the machine can be shown all the same.
+        plugins = Registry()
+    if origin == "this machine":
+        facts = with_probes(facts, plugins)
+    return facts, origin, remarks(plugins, facts)
 
 
 def show(facts: Sequence[RankFacts], out: Console, *, origin: str, details: bool = True) -> None:

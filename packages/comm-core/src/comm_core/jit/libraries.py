@@ -160,6 +160,7 @@ def obtain(
 
 def _build(want: Wanted, key: str, tools: toolchain.Toolchain, place: Cache, deadline: float) -> Artifact:
     name = want.spec.name
+    _require_headers(want.spec, tools)
     place.require_writable()
     ninja = toolchain.find_ninja()
     before = place.failure(name, key)
@@ -197,6 +198,20 @@ def _build(want: Wanted, key: str, tools: toolchain.Toolchain, place: Cache, dea
             artifact = place.publish(folder, name, key, want.inputs, built)
         _log.info("built %s in %.1f s: %s", name, seconds, artifact.folder)
         return artifact
+
+
+def _require_headers(spec: ModuleSpec, tools: toolchain.Toolchain) -> None:
+    if not spec.needs:
+        return
+    packages = dict(spec.needs)
+    lacking = toolchain.missing_headers(tools.host_compiler, tuple(packages))
+    if lacking:
+        names = tuple(dict.fromkeys(packages[header] for header in lacking))
+        raise JitBuildError(
+            f"module {spec.name!r} is not built: {tools.host_compiler} finds no {', '.join(lacking)}. On Debian and "
+            f"Ubuntu: apt-get install {' '.join(names)}",
+            lacking=names,
+        )
 
 
 def warm_command(spec: ModuleSpec, archs: Sequence[str]) -> str:

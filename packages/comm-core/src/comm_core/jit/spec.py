@@ -48,6 +48,8 @@ class ModuleSpec:
         entry_points: exported C function -> the struct that it takes a pointer to.
         includes: packages whose headers the sources may include besides the owner's and comm-core's.
         flags: for the compiler, in order, after the ones that every module gets.
+        needs: (header, Debian package that has it) of what the sources include of the system's and a machine may
+            lack; without it the module is not built, and the text of the error names the package.
 
     Raises:
         ArgumentValueError: a field can't be used.
@@ -60,6 +62,7 @@ class ModuleSpec:
     entry_points: Mapping[str, str] = field(hash=False)
     includes: tuple[str, ...] = ()
     flags: tuple[str, ...] = ()
+    needs: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         for kind in ("structs", "entry_points"):

@@ -23,7 +23,16 @@ from pathlib import Path
 from comm_core import _env
 from comm_core.errors import JitBuildError
 
-__all__ = ["Toolchain", "compare_cuda", "find", "find_ninja", "find_nvcc", "libc_version", "version_of"]
+__all__ = [
+    "Toolchain",
+    "compare_cuda",
+    "find",
+    "find_ninja",
+    "find_nvcc",
+    "libc_version",
+    "missing_headers",
+    "version_of",
+]
 
 _SECONDS = 60.0
 """Deadline of asking a program for its version; a cold network file system can take a while."""
@@ -123,6 +132,32 @@ def find_ninja() -> str:
     if found is None:
         raise JitBuildError(f"ninja was not found beside {sys.executable} or on PATH: pip install ninja")
     return str(Path(found).absolute())
+
+
+def missing_headers(host_compiler: str, headers: Sequence[str]) -> list[str]:
+    """Return those of the system's headers that the host compiler does not find.
+
+    Raises:
+        JitBuildError: the compiler does not work.
+    """
+    # The compiler itself is asked: where it looks depends on how it was built and on variables.
+    lines = [
+        f"#if !__has_include(<{header}>)\ncomm_missing {number}\n#endif\n" for number, header in enumerate(headers)
+    ]
+    try:
+        done = subprocess.run(
+            [host_compiler, "-E", "-P", "-x", "c++", "-std=c++17", "-"],
+            input="".join(lines),
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_SECONDS,
+            env={**os.environ, "LC_ALL": "C"},
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        raise JitBuildError(f"the host compiler {host_compiler} does not work: {error}") from error
+    return [headers[int(number)] for number in re.findall(r"^comm_missing (\d+)$", done.stdout, re.MULTILINE)]
 
 
 def libc_version() -> str | None:

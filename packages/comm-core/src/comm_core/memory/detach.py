@@ -116,12 +116,8 @@ def _memory(mapped: Mapped) -> PeerMemory:
 class Lifecycle:
     """Whether memory is there, and who may do what when: attached, detached, failed, closed.
 
-    ::
-
-        attached --checkpoint_prepare--> detached --checkpoint_restore--> attached
-            \\______________________________|___ an exception on the way ___/
-                                            v
-                                         failed          (close: from every state)
+    ``checkpoint_prepare`` goes from attached to detached, ``checkpoint_restore`` back; an exception on the way ends
+    in failed, and `close` ends everything from every state.
 
     Each transition is agreed by the group before anything is touched: ranks that are at different calls, in different
     states, or that mean different memory, all raise, and nothing has changed. Once it has begun, an exception is
@@ -131,6 +127,12 @@ class Lifecycle:
         what: the thing, in words; equal on all ranks.
         group: the ranks.
         key: a text that is equal on all ranks and different for any other thing of these ranks.
+
+    Attributes:
+        group: the ranks; while detached, and after a failure, one that knows only rank and size.
+        state: ``"attached"``, ``"detached"``, ``"failed"`` or ``"closed"``.
+        cause: what failed, and what to do.
+        cycles: how often it was restored.
     """
 
     def __init__(self, what: str, group: Group, key: str) -> None:

@@ -6,8 +6,10 @@
 | ``vmm_fd`` | ``cuMemCreate`` | file descriptors over unix sockets | CUDA VMM, one network or mount namespace |
 | ``cuda_ipc`` | ``cudaMalloc`` | legacy IPC handles, through the group | one PID namespace |
 | ``vmm_fabric`` | ``cuMemCreate`` | 64 bytes through the group | one NVLink fabric, on one host or several |
+| ``host_fd`` | ``memfd_create`` | file descriptors over unix sockets | as ``vmm_fd`` |
 
-The last is used only where it is asked for by name: looking for it allocates, and no group of one host needs it.
+The last two are used only where they are asked for by name: looking for a fabric allocates, and no group of one host
+needs it; and memory of the host is no device memory.
 
 Two rules hold for all of them. A rank's own address is its own allocation, never an import of it. And memory is freed
 only after every rank has waited for its device and has unmapped it: each of the three is agreed by the group before
@@ -48,6 +50,7 @@ __all__ = [
     "AUTO",
     "FABRIC",
     "FORMS",
+    "HOST",
     "FormChoice",
     "Mapped",
     "MemoryFacts",
@@ -67,13 +70,17 @@ FORMS = ("in_process", "vmm_fd", "cuda_ipc")
 """Forms that are looked for, in the order in which they are preferred."""
 
 FABRIC = "vmm_fabric"
-"""The form that is used only by name."""
+"""The form of device memory that is used only by name."""
+
+HOST = "host_fd"
+"""Memory of the host. It must be asked for by name: whoever wants device memory must never get it."""
 
 _CLASSES = {
     "in_process": ("comm_core.memory.in_process", "InProcessMemory"),
     "vmm_fd": ("comm_core.memory.vmm", "VmmMemory"),
     "cuda_ipc": ("comm_core.memory.cuda_ipc", "CudaIpcMemory"),
     FABRIC: ("comm_core.memory.vmm_fabric", "VmmFabricMemory"),
+    HOST: ("comm_core.memory.host_fd", "HostFdMemory"),
 }
 
 
@@ -344,7 +351,7 @@ def _between(form: str, facts: Sequence[MemoryFacts], *, unknown_too: bool) -> s
         return f"the ranks use different devices ({', '.join(sorted(devices))})" if len(devices) > 1 else None
     if form == FABRIC:
         return None  # Who asks for it has looked at the fabric, and the imports decide.
-    if form == "vmm_fd":
+    if form in ("vmm_fd", HOST):
         return out_of_reach(ranks, unknown_too=unknown_too)
     if len(processes) < len(facts):
         return "CUDA does not map memory into the process that exported it. Ranks must be processes of their own"
@@ -399,7 +406,7 @@ def map_jointly(
         stages: the transaction; a failure on any rank takes its steps down on all ranks.
         nbytes: bytes of each rank's memory, equal on all ranks; at least 1.
         device: this rank's, with an explicit ordinal.
-        form: `AUTO`, one of `FORMS`, or `FABRIC`; equal on all ranks.
+        form: `AUTO`, one of `FORMS`, or `FABRIC`, or on a CPU `HOST`; equal on all ranks.
         what: the memory, in words, for the names of steps; unique in the transaction and equal on all ranks.
         number: of the allocation, equal on all ranks: what tells joint allocations apart.
         stride: bytes from one rank's memory to the next one's on every rank, rounded up to what is possible and at
@@ -468,8 +475,8 @@ def _check(nbytes: object, device: torch.device, form: object) -> None:
         raise ArgumentValueError(f"nbytes must be at least 1, got {nbytes}")
     if device.type == "cuda" and cast("int | None", device.index) is None:
         raise ArgumentValueError(f"device must have an explicit ordinal, got {str(device)!r}")
-    if form != AUTO and form not in (*FORMS, FABRIC):
-        raise ArgumentValueError(f"form must be {AUTO!r} or one of {', '.join((*FORMS, FABRIC))}, got {form!r}")
+    if form != AUTO and form not in _CLASSES:
+        raise ArgumentValueError(f"form must be {AUTO!r} or one of {', '.join(_CLASSES)}, got {form!r}")
 
 
 def _agreed(what: str, records: Sequence[Mapping[str, Json]]) -> list[MemoryFacts]:

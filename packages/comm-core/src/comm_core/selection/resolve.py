@@ -179,6 +179,8 @@ def _environment(group: Group) -> dict[str, str]:
         "COMM_CHECK": str(int(_env.check())),
         "COMM_PEER_MEMORY": _env.peer_memory(),
         "COMM_ULYSSES_PCIE_ROUTE": _env.pcie_route(),
+        "COMM_ULYSSES_PCIE_NICS": _env.pcie_nics(),
+        "COMM_ULYSSES_PCIE_GID_INDICES": _env.pcie_gid_indices(),
         "COMM_TIMEOUT_S": f"{group.timeout_s:g}",
     }
     for name in _COMPARED_VARIABLES:

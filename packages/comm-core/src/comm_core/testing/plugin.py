@@ -30,7 +30,7 @@ import pytest
 from comm_core.errors import ArgumentValueError
 from comm_core.testing.ranks import RankPool
 
-__all__ = ["isolated_plugins", "ranks"]
+__all__ = ["isolated_plugins", "ranks", "shell_environment"]
 
 RANKS = 8
 """Ranks of the session's pool."""
@@ -160,6 +160,12 @@ def _stacks() -> str:
         faulthandler.dump_traceback(file=file, all_threads=True)
         file.seek(0)
         return file.read()
+
+
+@pytest.fixture(scope="session")
+def shell_environment(pytestconfig: pytest.Config) -> dict[str, str]:
+    """Return the ``COMM_*`` variables of the caller's shell, as ``COMM_REQUIRE_RDMA``; tests run without them."""
+    return dict(pytestconfig.stash[_removed])
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,7 @@ The records hold yes and no only, so a conversion to them turns unknown into abs
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, cast
 
 from comm_core._json import Json, JsonObject
@@ -124,6 +124,7 @@ def rank_facts_to_ulysses(facts: RankFacts, *, probe_pcie: bool = True) -> Ulyss
     """
     on_gpu = facts.device.kind == "cuda"
     pcie = probe_pcie and on_gpu
+    nic = _nic_of(facts) if pcie else dict[str, Json]()
     return UlyssesRankTopology(
         rank=facts.rank,
         hostname=facts.host.hostname,
@@ -135,9 +136,39 @@ def rank_facts_to_ulysses(facts: RankFacts, *, probe_pcie: bool = True) -> Ulyss
         pair_errors={uuid: pair.error for uuid, pair in facts.peers.items() if pair.error},
         probe_error=facts.error,
         numa_node=facts.device.numa_node if pcie else None,
-        pcie_error=RDMA_PROBE_MISSING if pcie else None,
-        gid_error=RDMA_PROBE_MISSING if pcie else None,
+        nic_name=cast("str | None", nic.get("nic_name")),
+        gid_index=cast("int | None", nic.get("gid_index")),
+        pcie_error=cast("str | None", nic.get("pcie_error")),
+        gid_error=cast("str | None", nic.get("gid_error")),
     )
+
+
+def _with_nic(facts: RankFacts) -> RankFacts:
+    """Return `facts` with the probe of transport ``pcie``, where it is installed and works."""
+    from comm_core.plugins.discovery import registry
+    from comm_core.transport.interface import ProbeContext
+
+    device = facts.device
+    if device.kind != "cuda" or "pcie" in facts.plugins:
+        return facts
+    try:
+        transport = registry().transports.get("pcie")
+        if transport is None:
+            return facts
+        found: Json = transport.probe(ProbeContext(facts.rank, device.kind, device.index, facts))
+    except Exception as error:
+        found = {"nic": {"pcie_error": f"{type(error).__name__}: {error}"}}
+    return replace(facts, plugins={**facts.plugins, "pcie": found})
+
+
+def _nic_of(facts: RankFacts) -> Mapping[str, Json]:
+    """Return what the probe of transport ``pcie`` says of the rank's NIC, under the names of the record."""
+    probe = facts.plugins.get("pcie")
+    if isinstance(probe, Mapping):
+        nic = probe.get("nic")
+        if isinstance(nic, Mapping):
+            return nic
+    return {"pcie_error": RDMA_PROBE_MISSING, "gid_error": RDMA_PROBE_MISSING}
 
 
 def ulysses_to_rank_facts(topology: UlyssesRankTopology) -> RankFacts:
@@ -203,6 +234,8 @@ def probe_ulysses_rank_topology(
         facts = RankFacts(rank=rank, host=host_facts(), error=f"{type(error).__name__}: {error}")
     else:
         facts = probe_rank(rank, bound)
+        if probe_pcie:
+            facts = _with_nic(facts)
     return rank_facts_to_ulysses(facts, probe_pcie=probe_pcie)
 
 

@@ -181,6 +181,13 @@ class Candidate(ABC):
         """Return facts of this rank that `assess` needs beyond core's own. Local; no allocation; may raise."""
         return {}
 
+    def remarks(self, facts: Sequence[RankFacts]) -> Sequence[str]:
+        """Return what people should know about this machine for it, in sentences; ``commctl`` shows them.
+
+        Pure, and decides nothing. `facts` are as in `assess`.
+        """
+        return ()
+
     @abstractmethod
     def assess(self, request: Request, facts: Sequence[RankFacts]) -> Verdict:
         """Say whether the group can use this candidate.
@@ -222,6 +229,8 @@ class TransportSession(ABC):
     """Which of the transport's own routes is used (``"p2p"``, ``"rdma"``…), where it has several."""
     kernel: str | None = None
     """Which of its kernels is launched, where it has several."""
+    fallback_reason: str | None = None
+    """Why another of its routes is used than the one that is preferred or was asked for, where that is so."""
 
     @abstractmethod
     def exchange(

@@ -130,7 +130,8 @@ class UlyssesCommunicator:
         self._number = self._group.token()
         self._decision = UlyssesBackendDecision.of(opened.decision)
         self._topology_decision = UlyssesBackendDecision.of(opened.resolved)
-        self._fallback_reason = opened.fallback_reason
+        of_route = None if opened.session is None else opened.session.fallback_reason
+        self._fallback_reason = "; ".join(filter(None, (opened.fallback_reason, of_route))) or None
         self._ordinal = arguments.device.index if arguments.device.type == "cuda" else -1
         properties = None if opened.session is None else opened.session.properties
         self._preparation = Preparation(self._limits, self.rank, self.world_size, self.backend, properties)
@@ -170,7 +171,7 @@ class UlyssesCommunicator:
 
     @property
     def fallback_reason(self) -> str | None:
-        """Why ``"auto"`` did not take what it prefers, or None where it did or a backend was named."""
+        """Why ``"auto"``, or the transport among its routes, did not take what it prefers; None where it did."""
         return self._fallback_reason
 
     @property

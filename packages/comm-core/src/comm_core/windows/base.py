@@ -12,7 +12,7 @@ from comm_core import _cuda
 from comm_core.errors import GroupTimeoutError, PeerStalledError
 from comm_core.memory.peer import Mapped, map_jointly
 from comm_core.windows.launch import SessionStruct, WindowStruct
-from comm_core.windows.signals import RECORD_BYTES, SIGNAL_BYTES, Stall, StallKind, read_stall
+from comm_core.windows.signals import RECORD_BYTES, SIGNAL_BYTES, Stall, StallKind, abort_code, read_stall
 from comm_core.windows.window import MAX_WINDOWS, WindowSet
 
 if TYPE_CHECKING:
@@ -163,6 +163,12 @@ class SignalSession:
                 f"different calls or versions. The {self.noun} is broken on every rank"
             )
         outputs = "The outputs are poisoned" if self._struct.poison else "What the outputs hold is undefined"
+        if stall.kind == StallKind.ABORTED and stall.reporter == stall.waited_for:
+            # A host has said so (`give_up`), and of itself.
+            return (
+                f"rank {rank} was told that rank {stall.reporter} failed ({where}). {outputs} and the {self.noun} "
+                "is broken on every rank"
+            )
         who = "gave up" if stall.kind == StallKind.GAVE_UP else f"was told that rank {stall.reporter} gave up"
         return (
             f"rank {rank} {who} waiting for rank {stall.waited_for} ({where}) after {self._timeout_s:g} s "
@@ -170,6 +176,30 @@ class SignalSession:
             "ends; kernels that are loaded while others spin can do that too (CUDA_MODULE_LOADING=EAGER avoids it). "
             f"{outputs} and the {self.noun} is broken on every rank"
         )
+
+    def give_up(self, waited_for: int, reporter: int | None = None) -> None:
+        """Break the session on every rank from the host, as a kernel does that has waited too long. Local.
+
+        Kernels of the peers that wait end at once, their later calls raise. Called where something else than a kernel
+        has failed in the middle of an operation. It does not wait for work on the current stream.
+
+        Args:
+            waited_for: the group rank that is to be named.
+            reporter: the group rank that has given up first, where this one only passes it on.
+        """
+        first = self._group.rank if reporter is None else reporter
+        word = torch.tensor([abort_code(first, waited_for) - (1 << 32)], dtype=torch.int32)
+        code = word.view(torch.uint8)
+        if self._device.type != "cuda":
+            for address in self._struct.signals:
+                self._view(address, code.numel()).copy_(code)
+            return
+        code = code.pin_memory()
+        stream = torch.cuda.Stream(self._device, priority=-1)
+        with _cuda.device_guard(self._device), torch.cuda.stream(stream):
+            for address in self._struct.signals:
+                self._view(address, code.numel()).copy_(code, non_blocking=True)
+            stream.synchronize()
 
     # For who takes the memory away and brings it back
 

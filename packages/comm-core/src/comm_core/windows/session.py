@@ -188,11 +188,11 @@ class WindowSession(SignalSession, TransportSession):
             self._push(plan, (value,), window, 0, Operation.ALL_GATHER_SMALL)
             self._unstage(plan, window, out)
 
-    def barrier(self) -> None:
-        """See `TransportSession.barrier`."""
+    def barrier(self, operation: Operation = Operation.BARRIER) -> None:
+        """See `TransportSession.barrier`; `operation` is what a stall is said to have happened in."""
         self.check()
         with _cuda.device_guard(self._device):
-            self._calls.barrier(self._stream(), self._session, Operation.BARRIER)
+            self._calls.barrier(self._stream(), self._session, operation)
 
     def allocate_output(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return an output in a window of its own, which peers write in place. Collective."""

@@ -10,7 +10,17 @@ from enum import IntEnum
 from functools import lru_cache
 from typing import NamedTuple
 
-__all__ = ["MAX_RANKS", "RECORD_BYTES", "SIGNAL_BYTES", "Operation", "Stall", "StallKind", "read_stall"]
+__all__ = [
+    "MAX_RANKS",
+    "RECORD_BYTES",
+    "SIGNAL_BYTES",
+    "Operation",
+    "Stall",
+    "StallKind",
+    "abort_code",
+    "read_abort",
+    "read_stall",
+]
 
 MAX_RANKS = 16
 _LINE = 128
@@ -93,6 +103,16 @@ class Stall(NamedTuple):
             return Operation(self.operation).text
         except ValueError:
             return f"operation {self.operation}"
+
+
+def abort_code(reporter: int, waited_for: int) -> int:
+    """Return the abort word: who gave up, and for whom. Never 0. Twin: include/comm_core/signal.cuh, abort_code."""
+    return 0x80000000 | waited_for << 8 | reporter
+
+
+def read_abort(code: int) -> tuple[int, int]:
+    """Return the reporter and the rank that was waited for of an abort word that is not 0."""
+    return code & 0xFF, code >> 8 & 0xFF
 
 
 def read_stall(record: bytes | bytearray | memoryview) -> Stall | None:
