@@ -1,6 +1,7 @@
-"""What a call costs its thread in Python: a communicator above its transport, and a window session above its launch.
+"""What a call costs its thread in Python: a communicator above its transport, and a window session and an all-reduce
+above their launches.
 
-Both are measured with what is below them left out: a transport that moves nothing, and entry points that pack their
+All are measured with what is below them left out: a transport that moves nothing, and entry points that pack their
 struct and launch nothing. So it needs no GPU, and is the figure that a GPU machine has on top of its launches.
 """
 
@@ -16,10 +17,15 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from comm_core import UlyssesCommunicator, _cuda
+from comm_core import UlyssesCommunicator, _cuda, allreduce_fusion
+from comm_core.allreduce.kernels import WindowAllReduceWorkspace
+from comm_core.allreduce.launch import Settings
+from comm_core.allreduce.module import reduce_module
+from comm_core.allreduce.session import ReduceSession
 from comm_core.consensus import Transaction
 from comm_core.group import Group, thread_groups
 from comm_core.jit import Module
+from comm_core.jit.spec import ModuleSpec
 from comm_core.plugins import register, unregister
 from comm_core.plugins.hookspecs import API_VERSION, hookimpl
 from comm_core.testing.ranks import run_threads
@@ -143,10 +149,13 @@ def _communicator() -> list[Cost]:
 class _Packs:
     """A module whose entry points pack their struct, as those of a real one do, and launch nothing."""
 
-    def bind(self, entry_point: str) -> Callable[..., None]:
-        pack = struct.Struct(WINDOWS.structs[WINDOWS.entry_points[entry_point]]).pack
+    def __init__(self, spec: ModuleSpec) -> None:
+        self.spec = spec
 
-        def call(*fields: int) -> None:
+    def bind(self, entry_point: str) -> Callable[..., None]:
+        pack = struct.Struct(self.spec.structs[self.spec.entry_points[entry_point]]).pack
+
+        def call(*fields: float) -> None:
             pack(0, 1, *fields)
 
         return call
@@ -179,7 +188,7 @@ def _window_session() -> Cost:
     sources = (torch.zeros(plan.target_bytes, dtype=torch.uint8),)
     with _stream_of_its_own():
         with Transaction(thread_groups(1)[0], "open a window session") as stages:
-            module = cast("Module", cast("Any", _Packs()))
+            module = cast("Module", cast("Any", _Packs(WINDOWS)))
             session = _Unlaunched(
                 stages,
                 module,
@@ -199,6 +208,65 @@ def _window_session() -> Cost:
     return cost
 
 
+class _UnlaunchedReduce(ReduceSession):
+    """As `_Unlaunched`."""
+
+    def _self_test(self) -> None:
+        pass
+
+
+class _Reduces(WindowAllReduceWorkspace):
+    """An all-reduce that launches nothing."""
+
+    name = _NAME
+
+
+def _allreduce() -> list[Cost]:
+    costs: list[Cost] = []
+    spec = reduce_module("comm_nothing")
+    half_bytes = 1 << 20
+    with _stream_of_its_own():
+        with Transaction(thread_groups(1)[0], "open an all-reduce session") as stages:
+            session = _UnlaunchedReduce(
+                stages,
+                cast("Module", cast("Any", _Packs(spec))),
+                torch.device("cpu"),
+                half_bytes=half_bytes,
+                settings=Settings(264, clusters=True),
+                form="in_process",
+                timeout_s=20.0,
+            )
+            stages.commit()
+        with _Reduces.around(session, 1, 0, torch.bfloat16, half_bytes) as workspace:
+            x = torch.ones(4, 512, dtype=torch.bfloat16)
+            residual, total, norm = (torch.ones_like(x) for _ in range(3))
+            gamma = torch.ones(512, dtype=x.dtype)
+            encoded, scale = torch.empty(4, 512, dtype=torch.float8_e4m3fn), torch.ones(1)
+
+            def fused(x: torch.Tensor, pattern: int, encoded: torch.Tensor | None = None) -> None:
+                allreduce_fusion(
+                    x,
+                    workspace,
+                    pattern,
+                    residual_in=residual,
+                    rms_gamma=gamma,
+                    residual_out=total,
+                    norm_out=norm,
+                    quant_out=encoded,
+                    scale_factor=scale,
+                )
+
+            calls: dict[str, tuple[float, Callable[[torch.Tensor], object]]] = {
+                "allreduce_fusion": (10.0, lambda x: allreduce_fusion(x, workspace, 0, output=norm)),
+                "allreduce_fusion, residual and norm": (10.0, lambda x: fused(x, 1)),
+                "allreduce_fusion, norm and FP8": (12.0, lambda x: fused(x, 4, encoded)),
+            }
+            for name, (goal, call) in calls.items():
+                parameter = torch.nn.Parameter(x, requires_grad=False)
+                costs.append(Cost(name, _us(call, x), goal, _us(call, parameter)))
+    return costs
+
+
 def measure() -> list[Cost]:
-    """Return the costs of every kind of call, with an output, and of a window session's exchange."""
-    return [*_communicator(), _window_session()]
+    """Return the costs of every kind of call, with an output, of a window session's exchange, and of all-reduces."""
+    return [*_communicator(), _window_session(), *_allreduce()]

@@ -12,6 +12,7 @@ from comm_core._dtypes import dtype_name
 from comm_core.allreduce.arguments import prepare
 from comm_core.allreduce.backend import FusionCall
 from comm_core.allreduce.creation import Arguments, members_of
+from comm_core.allreduce.known import Given
 from comm_core.allreduce.patterns import PATTERNS, AllReduceFusionPattern, QuantizationSFLayout
 from comm_core.allreduce.workspace import AllReduceFusionWorkspace
 from comm_core.consensus import Transaction
@@ -255,13 +256,33 @@ def allreduce_fusion(
         ClosedError: the workspace was destroyed.
         TransportError: the call failed on the way; the workspace is then broken.
     """
-    given: dict[str, object] = {**locals()}
-    del given["workspace"]
-    if not isinstance(workspace, AllReduceFusionWorkspace):  # pyright: ignore[reportUnnecessaryIsInstance]
+    short = Given(
+        pattern, input, residual_in, rms_gamma, output, residual_out, norm_out, quant_out, scale_out, rms_eps,
+        weight_bias, scale_factor, layout_code, block_quant_group_size, use_oneshot, fp32_acc, launch_with_pdl,
+        trigger_completion_at_end,
+    )  # fmt: skip
+    if isinstance(workspace, AllReduceFusionWorkspace):  # pyright: ignore[reportUnnecessaryIsInstance]
+        if moe_finalize_backend == "trtllm":
+            result = workspace.run_known(short)
+            if result is not None:
+                return result
+    else:
         raise ArgumentTypeError(
             f"workspace must be an AllReduceFusionWorkspace (create_allreduce_fusion_workspace makes one), got "
             f"{type(workspace).__name__}"
         )
+
+    given: dict[str, object] = short._asdict()
+    given |= {
+        "moe_reduction_device_num_experts": moe_reduction_device_num_experts,
+        "moe_reduction_scale_input": moe_reduction_scale_input,
+        "moe_reduction_active_experts_token_input": moe_reduction_active_experts_token_input,
+        "moe_reduction_token_input": moe_reduction_token_input,
+        "expanded_idx_to_permuted_idx": expanded_idx_to_permuted_idx,
+        "expert_scale_factor": expert_scale_factor,
+        "shared_expert_output": shared_expert_output,
+        "moe_finalize_backend": moe_finalize_backend,
+    }
 
     def checked() -> FusionCall:
         call = prepare(workspace.device, given)
@@ -269,4 +290,5 @@ def allreduce_fusion(
         return call
 
     call = workspace.run(checked)
+    workspace.keep(short, call)
     return cast("torch.Tensor", getattr(call, PATTERNS[call.pattern].primary))

@@ -6,16 +6,19 @@ from typing import TYPE_CHECKING, ClassVar, cast
 
 import torch
 
-from comm_core import _env
+from comm_core import _cuda, _env
 from comm_core._dtypes import dtype_name
 from comm_core.allreduce import launch as launches
-from comm_core.allreduce.launch import MAX_SHARED_BYTES, VECTOR_BYTES, Encoding, Settings
+from comm_core.allreduce.known import Admitted, Given, KnownCall, key_of
+from comm_core.allreduce.launch import MAX_SHARED_BYTES, VECTOR_BYTES, Encoding, Launch, Settings, Shape
 from comm_core.allreduce.module import NO_EPILOGUE, Epilogue
 from comm_core.allreduce.patterns import PATTERNS, Quantization
 from comm_core.allreduce.session import ReduceSession
 from comm_core.allreduce.workspace import AllReduceFusionWorkspace
 from comm_core.comm_backend import group_of
-from comm_core.errors import ArgumentValueError
+from comm_core.errors import ArgumentValueError, TransportError
+from comm_core.ulysses.geometries import Geometries
+from comm_core.ulysses.validation import has_memory
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -44,22 +47,33 @@ _TENSORS = ("input", "output", "residual_in", "residual_out", "rms_gamma", "norm
 
 
 def check_alignment(call: FusionCall) -> None:
-    """Raise unless every tensor begins where vectors of 16 bytes can be loaded and stored.
+    """Raise unless every tensor has memory, and begins where vectors of 16 bytes can be loaded and stored.
 
     Raises:
         ArgumentValueError: it names the first tensor that does not.
     """
     for name in _TENSORS:
         value = cast("torch.Tensor | None", getattr(call, name))
-        if value is not None and value.data_ptr() % VECTOR_BYTES:
+        if value is not None and _memory(value, name) % VECTOR_BYTES:
             raise ArgumentValueError(
                 f"{name} must begin at a multiple of {VECTOR_BYTES} bytes, got address {value.data_ptr():#x}: a "
                 "slice of a larger tensor may not; clone it"
             )
-    if call.scale_out is not None and call.scale_out.data_ptr() % 4:
+    if call.scale_out is not None and _memory(call.scale_out, "scale_out") % 4:
         raise ArgumentValueError(
             f"scale_out must begin at a multiple of 4 bytes, got address {call.scale_out.data_ptr():#x}"
         )
+    if isinstance(call.scale_factor, torch.Tensor):
+        _memory(call.scale_factor, "scale_factor")
+
+
+def _memory(value: torch.Tensor, name: str) -> int:
+    """Return the address of a tensor that has memory."""
+    if not has_memory(value):
+        raise ArgumentValueError(
+            f"{name} has no memory of its own ({type(value).__name__}), or it was given back: pass a plain tensor"
+        )
+    return value.data_ptr()
 
 
 def _address(value: torch.Tensor | None) -> int:
@@ -104,6 +118,8 @@ class WindowAllReduceWorkspace(AllReduceFusionWorkspace):
     patterns = KERNEL_PATTERNS
     shared_resources = True
     _session: ReduceSession
+    _known: Geometries[KnownCall]
+    _ordinal: int
 
     @classmethod
     def open_in(
@@ -165,6 +181,8 @@ class WindowAllReduceWorkspace(AllReduceFusionWorkspace):
             made, world_size, rank, dtype=dtype, device=session.device, buffer_bytes=half_bytes
         )
         made._session = session
+        made._known = Geometries[KnownCall]()
+        made._ordinal = session.device.index if session.device.type == "cuda" else -1
         return made
 
     def _take(self, other: AllReduceFusionWorkspace) -> None:
@@ -215,11 +233,63 @@ class WindowAllReduceWorkspace(AllReduceFusionWorkspace):
                 "beyond a warp; use backend='dist', or all-reduce and normalize apart"
             )
 
-    def _run(self, call: FusionCall) -> None:
+    def run_known(self, given: Given) -> torch.Tensor | None:
+        """See `AllReduceFusionWorkspace.run_known`."""
+        # With `COMM_CHECK` the ranks compare every call, which is the full path's.
+        if self._checked_group is not None or not self._busy.acquire(blocking=False):
+            return None
+        try:
+            if self._destroyed or self._broken is not None:
+                return None
+            try:
+                key = key_of(given)
+                known = None if key is None else self._known.find(key)
+                if known is None or known.settings is not self._session.settings:
+                    return None
+                admitted = known.admit(given)
+            except (RuntimeError, NotImplementedError, TypeError):
+                return None  # a tensor that can't be asked such things; the checks say why
+            if admitted is None:
+                return None
+            self._session.check()
+            if _cuda.is_current(self._ordinal):
+                self._enqueue_known(known, admitted)
+            else:
+                with _cuda.device_guard(self.device):
+                    self._enqueue_known(known, admitted)
+            return admitted.result
+        finally:
+            self._busy.release()
+
+    def _enqueue_known(self, known: KnownCall, admitted: Admitted) -> None:
+        source, output, epilogue, early, lead, _ = admitted
+        self._calls += 1
+        try:
+            self._session.enqueue(source, output, known.dtype, known.shape, known.launch, epilogue, early, lead)
+        except TransportError as error:
+            self._broken = str(error)
+            raise
+
+    def keep(self, given: Given, call: FusionCall) -> None:
+        """See `AllReduceFusionWorkspace.keep`."""
+        key = key_of(given)
+        # Scales may be of any element type, and complex ones may be conjugated lazily, which is not looked at.
+        if call.scale_out is not None and call.scale_out.dtype.is_complex:
+            return
+        # Between its call and here, another thread may be in a call of its own.
+        if key is None or not self._busy.acquire(blocking=False):
+            return
+        try:
+            self._known.keep(key, KnownCall(call, given, *self._geometry(call), self._session.settings))
+        finally:
+            self._busy.release()
+
+    def _geometry(self, call: FusionCall) -> tuple[Shape, Launch, Epilogue]:
+        """Return operand, launch and epilogue of a call."""
         settings = self._session.settings
         nbytes = call.tokens * call.hidden * call.dtype.itemsize
         shape = launches.shape_of(self.world_size, nbytes, call.use_oneshot, settings.trade_bytes)
-        epilogue, output = NO_EPILOGUE, _address(call.output)
+        epilogue = NO_EPILOGUE
         if PATTERNS[call.pattern].has_norm:
             epilogue = epilogue_of(call, _quantization(call))
             launch = launches.fused_launch(
@@ -227,9 +297,13 @@ class WindowAllReduceWorkspace(AllReduceFusionWorkspace):
             )
         else:
             launch = launches.plain_launch(shape, settings)
+        return shape, launch, epilogue
+
+    def _run(self, call: FusionCall) -> None:
+        shape, launch, epilogue = self._geometry(call)
         self._session.reduce(
             call.input.data_ptr(),
-            output,
+            _address(call.output),
             dtype_name(call.dtype),
             shape,
             launch,

@@ -179,6 +179,20 @@ class ReduceSession(SignalSession):
             CudaCallError: the launch failed; nothing was launched.
         """
         self.check()
+        self.enqueue(source, output, dtype, shape, launch, epilogue, early, lead)
+
+    def enqueue(
+        self,
+        source: int,
+        output: int,
+        dtype: str,
+        shape: Shape,
+        launch: Launch,
+        epilogue: Epilogue,
+        early: bool,
+        lead: bool,
+    ) -> None:
+        """Launch as `reduce` does, for a caller that has just called `check`."""
         self._call(
             self._stream(), self._session, source, output, dtype, shape, launch, epilogue, early=early, lead=lead
         )

@@ -19,6 +19,7 @@ from comm_core.ulysses.call import agree
 
 if TYPE_CHECKING:
     from comm_core.allreduce.backend import FusionCall
+    from comm_core.allreduce.known import Given
     from comm_core.comm_backend import CommBackend
     from comm_core.group import Group
     from comm_core.selection import Decision
@@ -178,6 +179,20 @@ class AllReduceFusionWorkspace(ABC):
             return call
         finally:
             self._busy.release()
+
+    def run_known(self, given: Given) -> torch.Tensor | None:
+        """Make a call at once if it is sure to pass all checks, and return what it returns; None: it is not made.
+
+        Args:
+            given: its arguments, of which nothing was checked.
+
+        Raises:
+            As `comm_core.allreduce_fusion`, on the way.
+        """
+        return None
+
+    def keep(self, given: Given, call: FusionCall) -> None:  # noqa: B027 - a backend may have no use for it
+        """Keep what `run_known` needs to know of a call that was found good and made."""
 
     def check_usable(self, operation: str) -> None:
         """Raise if nothing can be done with this workspace any more.

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 
@@ -136,24 +136,27 @@ def _plain_address(x: Any, dtype: torch.dtype, device: torch.device, itemsize: i
     return 0
 
 
-class Geometries:
-    """The last `KEPT` geometries of one communicator. Used by one thread at a time."""
+_Known = TypeVar("_Known")
+
+
+class Geometries(Generic[_Known]):
+    """The last `KEPT` geometries of one communicator or workspace. Used by one thread at a time."""
 
     def __init__(self) -> None:
-        self._known: OrderedDict[Hashable, Known] = OrderedDict()
+        self._known: OrderedDict[Hashable, _Known] = OrderedDict()
 
     def __len__(self) -> int:
         """Return how many are kept."""
         return len(self._known)
 
-    def find(self, key: Hashable) -> Known | None:
+    def find(self, key: Hashable) -> _Known | None:
         """Return what is known of `key`, which then is the last one used."""
         known = self._known.get(key)
         if known is not None:
             self._known.move_to_end(key)
         return known
 
-    def keep(self, key: Hashable, known: Known) -> None:
+    def keep(self, key: Hashable, known: _Known) -> None:
         """Keep a geometry that was found good, in place of the one that was not used for longest."""
         self._known[key] = known
         if len(self._known) > KEPT:

@@ -41,7 +41,7 @@ class Preparation:
         self._backend = backend
         self._packs = properties is not None and properties.staging
         self._registered = properties is not None and properties.registered_outputs
-        self._geometries = Geometries()
+        self._geometries = Geometries[Known]()
 
     # Each of these three looks for a known geometry first. Its key must hold everything that the checks below it read
     # and `Known.admits` does not: what is missing would be taken as it was in an earlier call.

@@ -26,6 +26,7 @@ __all__ = [
     "check_operand",
     "check_out",
     "check_strided",
+    "has_memory",
     "positive_int",
     "strides_of",
 ]
@@ -98,7 +99,7 @@ def _common(x: object, name: str, limits: Limits, dtype: torch.dtype) -> torch.T
         raise ArgumentValueError(f"{name} must have 4 dimensions, got shape {tuple(tensor.shape)}")
     if min(tensor.shape) < 1:
         raise ArgumentValueError(f"every dimension of {name} must be positive, got shape {tuple(tensor.shape)}")
-    if not _has_memory(tensor):
+    if not has_memory(tensor):
         raise ArgumentValueError(
             f"{name} has no memory of its own ({type(tensor).__name__}): pass a plain tensor, of a DTensor "
             ".to_local()"
@@ -106,7 +107,7 @@ def _common(x: object, name: str, limits: Limits, dtype: torch.dtype) -> torch.T
     return tensor
 
 
-def _has_memory(tensor: torch.Tensor) -> bool:
+def has_memory(tensor: torch.Tensor) -> bool:
     """Return whether there are bytes behind `tensor`: wrapper subclasses, zero tensors and fake ones have none."""
     try:
         return tensor.untyped_storage().data_ptr() != 0
