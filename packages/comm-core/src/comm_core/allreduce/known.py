@@ -78,8 +78,10 @@ class _Expected(NamedTuple):
 
     Attributes:
         field: of `Given`.
+        is_output: whether the call writes it.
         shape: its shape.
         dtype: its element type.
+        itemsize: bytes of an element.
         strides: None is contiguous.
         nbytes: from its first byte to one past its last.
         mask: bits of its address that are 0.
@@ -87,8 +89,10 @@ class _Expected(NamedTuple):
     """
 
     field: int
+    is_output: bool
     shape: torch.Size
     dtype: torch.dtype
+    itemsize: int
     strides: tuple[int, ...] | None
     nbytes: int
     mask: int
@@ -110,6 +114,24 @@ _FIELDS = {name: number for number, name in enumerate(Given._fields)}
 _INPUTS = ("input", "residual_in", "rms_gamma")
 _OUTPUTS = ("output", "residual_out", "norm_out", "quant_out", "scale_out")
 _SCALE = _FIELDS["scale_factor"]
+_COUNT = len(_FIELDS)
+
+
+def _expected(call: FusionCall, name: str) -> _Expected:
+    value: torch.Tensor = getattr(call, name)
+    start, end = byte_range(value)
+    scales = name == "scale_out"
+    return _Expected(
+        _FIELDS[name],
+        name in _OUTPUTS,
+        value.shape,
+        value.dtype,
+        value.dtype.itemsize,
+        value.stride() if scales else None,
+        end - start,
+        3 if scales else VECTOR_BYTES - 1,
+        name in ("input", "residual_in", "output", "residual_out", "norm_out"),
+    )
 
 
 class KnownCall:
@@ -131,40 +153,16 @@ class KnownCall:
         self.shape, self.launch, self.settings = shape, launch, settings
         self._has_norm = spec.has_norm
         self._device, self.dtype = call.input.device, dtype_name(call.dtype)
-        self._inputs = [self._expected(call, name) for name in _INPUTS if getattr(call, name) is not None]
-        self._outputs = [self._expected(call, name) for name in _OUTPUTS if getattr(call, name) is not None]
+        # Inputs first: outputs are compared with what comes before them.
+        names = [name for name in (*_INPUTS, *_OUTPUTS) if getattr(call, name) is not None]
+        self._expected = [_expected(call, name) for name in names]
         self._made: _Expected | None = None
         self._primary = _FIELDS[spec.primary]
         if given[self._primary] is None:
-            self._made = next(item for item in self._outputs if item.field == self._primary)
-            self._outputs.remove(self._made)
+            self._made = next(item for item in self._expected if item.field == self._primary)
+            self._expected.remove(self._made)
         self._scales = call.scale_factor is not None
         self._end = epilogue[_FIXED:]
-
-    def _expected(self, call: FusionCall, name: str) -> _Expected:
-        value: torch.Tensor = getattr(call, name)
-        start, end = byte_range(value)
-        scales = name == "scale_out"
-        plain = name in ("input", "residual_in", "output", "residual_out", "norm_out")
-        mask = 3 if scales else VECTOR_BYTES - 1
-        strides = value.stride() if scales else None
-        return _Expected(_FIELDS[name], value.shape, value.dtype, strides, end - start, mask, plain)
-
-    def _address(self, x: Any, expected: _Expected) -> int:
-        """Return the address of a tensor, or 0 unless it is as expected, plain, and its bytes are its values."""
-        if (
-            (type(x) is _Tensor or type(x) is _Parameter)
-            and x.dtype is expected.dtype
-            and x.device == self._device
-            and x.shape == expected.shape
-            and (x.is_contiguous() if expected.strides is None else x.stride() == expected.strides)
-            and not x.is_neg()
-        ):
-            address: int = x.data_ptr()
-            # Where the memory was given back, what is left of the address is the offset.
-            if not address & expected.mask and address != x.storage_offset() * expected.dtype.itemsize:
-                return address
-        return 0
 
     def admit(self, given: Given) -> Admitted | None:
         """Return a call of this kind if it is sure to pass every check that its key does not stand for, else None.
@@ -175,8 +173,7 @@ class KnownCall:
         Args:
             given: of this kind; nothing of it was checked.
         """
-        eps, bias, scale = given.rms_eps, given.weight_bias, given.scale_factor
-        early, at_end, fp32 = given.launch_with_pdl, given.trigger_completion_at_end, given.fp32_acc
+        _, _, _, _, _, _, _, _, _, eps, bias, scale, _, _, _, fp32, early, at_end = given
         if (
             type(early) is not bool
             or type(at_end) is not bool
@@ -189,14 +186,8 @@ class KnownCall:
             bias = 0.0
         elif type(bias) is not float or not -_INFINITY < bias < _INFINITY:
             return None
-        at = [0] * len(given)
+        at = [0] * _COUNT
         taken: list[tuple[int, int, bool]] = []
-        for expected in self._inputs:
-            field = expected.field
-            address = at[field] = self._address(given[field], expected)
-            if not address:
-                return None
-            taken.append((address, address + expected.nbytes, expected.aliases))
         value = 0.0
         if self._scales:
             if type(scale) is float:
@@ -208,17 +199,31 @@ class KnownCall:
                 if not address:
                     return None
                 taken.append((address, address + 4, False))
-        for expected in self._outputs:
-            field = expected.field
-            address = at[field] = self._address(given[field], expected)
-            if not address:
+        device = self._device
+        # In one loop, without a function for each: this is most of what a call costs.
+        for field, is_output, shape, dtype, itemsize, strides, nbytes, mask, aliases in self._expected:
+            x = given[field]
+            if (
+                (type(x) is not _Tensor and type(x) is not _Parameter)
+                or x.dtype is not dtype
+                or x.shape != shape
+                or x.device != device
+                or not (x.is_contiguous() if strides is None else x.stride() == strides)
+                or x.is_neg()
+            ):
                 return None
-            end, aliases = address + expected.nbytes, expected.aliases
-            for start, other_end, other_aliases in taken:
-                if start < end and address < other_end and not (aliases and other_aliases and start == address):
-                    return None
-            # Whatever an output is, no other output may share bytes with it.
-            taken.append((address, end, False))
+            address = at[field] = x.data_ptr()
+            # Where the memory was given back, what is left of the address is the offset.
+            if address & mask or address == x.storage_offset() * itemsize:
+                return None
+            end = address + nbytes
+            if is_output:
+                for start, other_end, other_aliases in taken:
+                    if start < end and address < other_end and not (aliases and other_aliases and start == address):
+                        return None
+                # Whatever an output is, no other output may share bytes with it.
+                aliases = False
+            taken.append((address, end, aliases))
         made = self._made
         if made is None:
             result = given[self._primary]
