@@ -270,6 +270,7 @@ int Engine::connect_peer(Peer& peer, const Endpoint& remote) {
   int status =
       modify("INIT", init, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS);
   if (status != COMM_OK) return status;
+  peer.in_use = true;
   // Before the peer can send: a message that finds no receive is refused and sent again after the
   // longest wait of the whole exchange.
   peer.max_message = std::min(port_.max_message, remote.max_message);
