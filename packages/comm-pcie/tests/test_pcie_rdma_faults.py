@@ -242,6 +242,24 @@ def test_ranks_with_different_shapes_say_so(world: Any, api: VerbsApi) -> None:
     ranks.close()
 
 
+def test_a_second_message_of_one_rank_is_not_taken_for_another_s(world: Any, api: VerbsApi) -> None:
+    """Rank 1 makes the same exchange twice while rank 0 waits for rank 2, whose message is lost."""
+    world.rule("drop verb=write_imm nic=mlx5_2 peer=mlx5_0")
+    ranks = Ranks(api, 3, SHAPE.nbytes)
+    geometry = Shape("exchange_chunks", 3, 2, 8).geometry
+
+    def call(rank: int) -> list[Any]:
+        first = ranks.pairs[rank].exchange(geometry(rank), 5, SHORT if rank == 2 else LONG)
+        if rank != 1:
+            return [first]
+        return [first, ranks.pairs[1].exchange(geometry(1), 5, SHORT)]
+
+    (waiting,), (first, _), _ = ranks.each(call)
+    assert first.ok and waiting.kind is Kind.PROTOCOL and waiting.peer == 1, (waiting, first)
+    assert "expected one message" in waiting.reason and waiting.receives == 1
+    ranks.close()
+
+
 def test_a_message_before_its_time_is_no_description(world: Any, api: VerbsApi) -> None:
     """Without the opening barrier a peer may write by a key that is being described: that is said, not survived."""
     ranks = Ranks(api, 3, SHAPE.nbytes)

@@ -223,7 +223,7 @@ def test_the_transport_tells_nics_and_what_its_routes_were_verified_on(
     facts = [replace(r, plugins={"pcie": value}) for r, value in zip(gpu, probed, strict=True)]
     lines = PcieTransport().remarks(facts)
     assert "verified on an emulator only" in lines[0] and lines[1].startswith("mlx5_0: PCI 0000:18:00.0")
-    assert len(lines) == 2 and PcieTransport().remarks(fake.cpu_host(2)) == []
+    assert len(lines) == 2 and PcieTransport().remarks(fake.cpu_host(2)) == lines[:1]
     without = [replace(r, plugins={"pcie": {"rdma": RdmaFacts().to_json()}}) for r in gpu]
     assert PcieTransport().remarks(without)[1:] == ["no RDMA device"]
     assert "ranks 1" in PcieTransport().remarks([facts[0], without[1]])[2]

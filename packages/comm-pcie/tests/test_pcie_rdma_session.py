@@ -294,6 +294,34 @@ def test_calls_follow_each_other(ranks: RankPool, fabric: Any) -> None:
     assert ranks.run(rounds, 60, ranks=4, env=fabric.environment()) == [62] * 4
 
 
+def two_at_once(group: Any) -> tuple[int, int]:
+    """Calls of two communicators in turn, one with the other's buffers as operands; then one goes on alone."""
+    with host.installed(), host.communicator(group) as comm:
+        other = host.communicator(group)
+        size, rank = comm.world_size, comm.rank
+        every = [operand(5, peer, (1, 3, size, 8), torch.uint8) for peer in range(size)]
+        expected = reference.scatter_heads(every)[rank]
+        outs = [which.allocate_output(every[rank], "scatter_heads") for which in (comm, other)]
+        for _ in range(3):
+            built = comm.input_buffer(outs[0], every[rank].shape)
+            built.copy_(every[rank])
+            for which, out, x in ((other, outs[1], built), (comm, outs[0], every[rank]), (comm, outs[0], built)):
+                out.fill_(0x5A)
+                assert_same_bits(which.scatter_heads(x, out=out), expected)
+        with pytest.raises(ArgumentValueError, match="ordinary memory"):
+            comm.scatter_heads(every[rank], out=outs[1])
+        counts = [host.session_of(which).counters.exchanges for which in (comm, other)]
+        other.close()
+        outs[0].fill_(0x5A)
+        assert_same_bits(comm.scatter_heads(every[rank], out=outs[0]), expected)
+        return counts[0], counts[1]
+
+
+def test_two_communicators_do_not_disturb_each_other(ranks: RankPool, fabric: Any) -> None:
+    """Over one NIC a rank: each has queue pairs, keys and epochs of its own."""
+    assert ranks.run(two_at_once, ranks=3, env=fabric.environment()) == [(2 + 6, 2 + 3)] * 3
+
+
 def late_bytes(group: Any, flushes: bool) -> tuple[bool, int]:
     """Whether the output is right where bytes that have arrived are shown only after a flush."""
     with host.installed(), host.communicator(group) as comm:

@@ -50,15 +50,24 @@ if TYPE_CHECKING:
     from comm_pcie.rdma.geometry import Geometry
     from comm_pcie.rdma.port import DevicePort
 
-__all__ = ["Parts", "RdmaSession"]
+__all__ = ["Parts", "RdmaSession", "quiesce_ns"]
 
 _log = logging.getLogger("comm_core")
 
 QUIESCE_S = 10.0
-"""Seconds that a NIC has to retire what it was given, once its queue pairs were stopped."""
+"""Seconds that a NIC has to retire what it was given, once its queue pairs were stopped; less where `quiesce_ns` says."""
 
 _leaked: list[RdmaSession] = []
 """Sessions whose NIC may still write: nothing of them may be freed as long as the process lives."""
+
+
+def quiesce_ns(timeout_s: float) -> int:
+    """Return how long a NIC has to retire what it was given, in nanoseconds, for a group's deadline in seconds.
+
+    The others wait for the word of a rank that stops its NIC, in a call and once more in `close`: they must hear
+    what it found before they take the rank itself for gone.
+    """
+    return int(min(QUIESCE_S, timeout_s / 4) * 1e9)
 
 
 class Parts(NamedTuple):
@@ -283,7 +292,7 @@ class RdmaSession(TransportSession):
 
     def _quiesce(self) -> Quiesced:
         if self._quiesced is None or not self._quiesced.teardown_safe:
-            self._quiesced = self._engine.quiesce(int(QUIESCE_S * 1e9))
+            self._quiesced = self._engine.quiesce(quiesce_ns(self._parts.timeout_s))
         return self._quiesced
 
     def check(self) -> None:
