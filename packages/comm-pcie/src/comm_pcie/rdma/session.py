@@ -55,7 +55,7 @@ __all__ = ["Parts", "RdmaSession", "quiesce_ns"]
 _log = logging.getLogger("comm_core")
 
 QUIESCE_S = 10.0
-"""Seconds that a NIC has to retire what it was given, once its queue pairs were stopped; less where `quiesce_ns` says."""
+"""Seconds that a NIC has to retire what it was given, once its queue pairs were stopped; see `quiesce_ns`."""
 
 _leaked: list[RdmaSession] = []
 """Sessions whose NIC may still write: nothing of them may be freed as long as the process lives."""
