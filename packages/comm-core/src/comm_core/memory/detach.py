@@ -21,6 +21,7 @@ from comm_core.errors import (
     CheckpointError,
     ClosedError,
     CommError,
+    GroupTimeoutError,
     JointError,
     JointValueError,
     UnsupportedError,
@@ -115,12 +116,8 @@ def _memory(mapped: Mapped) -> PeerMemory:
 class Lifecycle:
     """Whether memory is there, and who may do what when: attached, detached, failed, closed.
 
-    ::
-
-        attached --checkpoint_prepare--> detached --checkpoint_restore--> attached
-            \\______________________________|___ an exception on the way ___/
-                                            v
-                                         failed          (close: from every state)
+    ``checkpoint_prepare`` goes from attached to detached, ``checkpoint_restore`` back; an exception on the way ends
+    in failed, and `close` ends everything from every state.
 
     Each transition is agreed by the group before anything is touched: ranks that are at different calls, in different
     states, or that mean different memory, all raise, and nothing has changed. Once it has begun, an exception is
@@ -130,6 +127,12 @@ class Lifecycle:
         what: the thing, in words; equal on all ranks.
         group: the ranks.
         key: a text that is equal on all ranks and different for any other thing of these ranks.
+
+    Attributes:
+        group: the ranks; while detached, and after a failure, one that knows only rank and size.
+        state: ``"attached"``, ``"detached"``, ``"failed"`` or ``"closed"``.
+        cause: what failed, and what to do.
+        cycles: how often it was restored.
     """
 
     def __init__(self, what: str, group: Group, key: str) -> None:
@@ -269,9 +272,12 @@ class _Final:
             return
         own = self._lifecycle
         own.state = "failed"
+        # Where this rank failed itself and others did not even answer, who they are is not in its own error.
+        missing = error.__cause__ if isinstance(error.__cause__, GroupTimeoutError) else None
+        also = "" if missing is None else f" (and {missing})"
         own.cause = (
-            f"{self._operation} of {own.what} failed half-way: {describe(error)}. What is mapped on which rank is "
-            "unknown, so this can't be used, tried again or restored: close it, and restart the processes"
+            f"{self._operation} of {own.what} failed half-way: {describe(error)}{also}. What is mapped on which rank "
+            "is unknown, so this can't be used, tried again or restored: close it, and restart the processes"
         )
         own.group = DetachedGroup(own.group, own.what)
         if isinstance(error, Exception):
