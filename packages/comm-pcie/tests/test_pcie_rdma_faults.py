@@ -34,7 +34,7 @@ SHORT = 300_000_000
 """For what must run out, and long enough for whoever must not."""
 SHAPE = Shape("gather_heads", 3, 6, 32)
 ENOMEM = 12
-QP_FATAL, DEVICE_FATAL, SM_CHANGE = 1, 8, 13
+QP_FATAL, DEVICE_FATAL, PORT_ERR, SM_CHANGE = 1, 8, 10, 13
 
 
 @pytest.fixture(scope="module")
@@ -327,12 +327,13 @@ def test_an_event_between_calls_is_seen_without_a_call(world: Any, api: VerbsApi
 
 
 def test_events_that_end_nothing_are_counted(world: Any, api: VerbsApi) -> None:
-    """Another interface's GID, a new subnet manager, the port that comes up."""
+    """Another interface's GID, a new subnet manager, another port that goes down."""
     ranks = Ranks(api, 3, SHAPE.nbytes)
     world.set_gid("mlx5_0", 5, "10.0.9.9")
     world.event("mlx5_0", SM_CHANGE)
     world.set_gid("mlx5_0", 5, None)
-    until(lambda: ranks.engines[0].counters.events == 3)
+    world.event("mlx5_0", PORT_ERR, port=2)
+    until(lambda: ranks.engines[0].counters.events == 4)
     ranks.run(SHAPE)
     assert [engine.problem for engine in ranks.engines] == ["", "", ""]
     ranks.close()

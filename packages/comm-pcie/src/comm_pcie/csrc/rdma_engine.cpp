@@ -510,6 +510,7 @@ void Engine::on_event(const ibv_async_event& event) {
   const std::string what = nic_ + ": " + api_.event_type_str(event.event_type);
   switch (event.event_type) {
     case IBV_EVENT_PORT_ERR:
+      if (event.element.port_num != kPort) return;
       return set_problem(kEvent, -1, what + ": the port went down");
     case IBV_EVENT_DEVICE_FATAL:
     case IBV_EVENT_CQ_ERR:
