@@ -12,7 +12,7 @@ import sys
 import time
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -223,6 +223,46 @@ def test_a_preferred_route_that_can_not_be_opened_gives_way_to_copies(
     assert transport == "p2p" and "register self-test: rank 1" in reason and "Operation not supported" in reason
     assert len(warned) == 1 and "using route 'p2p'" in warned[0] and "rank 1" in warned[0]
     assert fabric.world.counters()["write_imm"] == 0
+
+
+class _TwoForms(host.HostTransport):
+    """With two forms of memory to try, as on a GPU; host memory has one, and is asked for again."""
+
+    asked: ClassVar[list[str]] = []
+
+    def _open_nics(self, stages: Any, request: Any, agreed: Any, device: Any, modules: Any) -> Any:
+        session = self._try_nics(stages.group, request, agreed, device, modules, ("auto", "cuda_ipc"))
+        return stages.step("keep the route", lambda: session, lambda opened: opened.close())
+
+    def make_port(self, request: Any, agreed: Any, device: Any, modules: Any, form: str, *rest: Any) -> Any:
+        self.asked.append(form)
+        return super().make_port(request, agreed, device, modules, form, *rest)
+
+
+def forms_tried(group: Any) -> tuple[list[str], str]:
+    _TwoForms.asked.clear()
+    with host.installed(_TwoForms):
+        try:
+            with host.communicator(group) as comm:
+                exchanged(comm)
+            text = ""
+        except UlyssesBackendError as error:
+            text = str(error)
+    return _TwoForms.asked, text
+
+
+@pytest.mark.parametrize(
+    ("verb", "count", "asked"),
+    [("reg_mr", 1, ["auto", "cuda_ipc"]), ("reg_mr", 2, ["auto", "cuda_ipc"]), ("create_qp", 1, ["auto"])],
+)
+def test_memory_that_can_not_be_registered_is_tried_in_the_older_form(
+    ranks: RankPool, fabric: Any, verb: str, count: int, asked: list[str]
+) -> None:
+    """J3: once, by all ranks, and only if it is the registration that has failed."""
+    fabric.world.rule(f"fail verb={verb} nic=mlx5_1 value=95 count={count}")
+    found = ranks.run(forms_tried, ranks=2, env=fabric.environment())
+    assert found[0] == found[1] and found[0][0] == asked
+    assert (found[0][1] == "") == (verb == "reg_mr" and count == 1)
 
 
 # Calls

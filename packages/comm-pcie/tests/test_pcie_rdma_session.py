@@ -324,6 +324,42 @@ def test_two_communicators_do_not_disturb_each_other(ranks: RankPool, fabric: An
     assert ranks.run(two_at_once, ranks=3, env=fabric.environment()) == [(2 + 6, 2 + 3)] * 3
 
 
+def one_is_slow(group: Any, step: str, culprit: int) -> tuple[float, float]:
+    """A call in which one rank takes long for a step; returns when that was over, and when the call was."""
+    with host.installed(), host.communicator(group) as comm:
+        session, size, rank = host.session_of(comm), comm.world_size, comm.rank
+        every = [operand(9, peer, (1, 3, size, 8), torch.uint8) for peer in range(size)]
+        out = comm.allocate_output(every[rank], "scatter_heads")
+        out.fill_(0x5A)
+        port: Any = session._port
+        real = getattr(port, step)
+        over = [0.0]
+
+        def slow(*arguments: Any) -> None:
+            time.sleep(0.3)
+            real(*arguments)
+            over[0] = time.monotonic()
+
+        if rank == culprit:
+            setattr(port, step, slow)
+        session.barrier()
+        comm.scatter_heads(every[rank], out=out)
+        end = time.monotonic()
+        assert_same_bits(out, reference.scatter_heads(every)[rank])
+        assert session.counters.writes == 3 * len(session.peers)
+        return over[0], end
+
+
+@pytest.mark.parametrize(("route", "size", "step"), [("rdma", 2, "flush"), ("hybrid", 8, "copy")])
+def test_a_call_ends_when_everybody_has_everything(
+    ranks: RankPool, fabric: Any, route: str, size: int, step: str
+) -> None:
+    """Above all what the copies of ranks of the same node write, of which no NIC tells."""
+    found = ranks.run(one_is_slow, step, 1, ranks=size, env=fabric.environment(route=route))
+    # One clock for all processes of a machine.
+    assert all(end >= found[1][0] > 0 for _, end in found)
+
+
 def late_bytes(group: Any, flushes: bool) -> tuple[bool, int]:
     """Whether the output is right where bytes that have arrived are shown only after a flush."""
     with host.installed(), host.communicator(group) as comm:
