@@ -12,7 +12,7 @@ import sys
 import time
 import warnings
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -133,68 +133,6 @@ def test_a_wrong_byte_in_the_self_test_refuses_the_route_everywhere(ranks: RankP
     )
 
 
-def unsafe_opening(group: Any) -> tuple[str, list[str], float]:
-    begin = time.monotonic()
-    with host.installed(), pytest.raises(UlyssesBackendError) as refused:
-        host.communicator(group)
-    cause: Any = refused.value.__cause__
-    return str(refused.value), cause.__notes__, time.monotonic() - begin
-
-
-def test_a_nic_that_holds_on_to_memory_in_the_self_test_is_everybody_s_error(
-    ranks: RankPool, rdma_libraries: dict[str, str], tmp_path: Path
-) -> None:
-    """Its rank tries to stop it for less time than the others wait for its word; nothing is released on any rank."""
-    fabric = host.Fabric(rdma_libraries, tmp_path)
-    fabric.world.expect_leaks = True
-    fabric.world.rule("lose verb=write_imm nic=mlx5_1 count=1")
-    found = ranks.run(unsafe_opening, ranks=2, env=fabric.environment(COMM_TIMEOUT_S="2"))
-    assert found[0][:2] == found[1][:2] and all(seconds < 2 * AT_ONCE_S for *_, seconds in found)
-    text, notes, _ = found[0]
-    assert "self-test of the NICs: rank 0" in text and "rank 1" in text and "holds on to memory" in text
-    assert "take down 'prepare to test': rank 1: the NIC holds on to memory" in notes[0]
-    assert fabric.world.alive()["regions"] == 4
-    # As a caller must: these processes go, and with them what they hold.
-    ranks.kill()
-    fabric.world.reap()
-    fabric.world.close()
-
-
-def test_a_nic_is_stopped_for_less_time_than_the_group_waits() -> None:
-    """In a call and again in close: both together are shorter than the deadline of the vote."""
-    from comm_pcie.rdma.session import quiesce_ns
-
-    assert [quiesce_ns(seconds) for seconds in (1, 8, 60)] == [250_000_000, 2_000_000_000, 10_000_000_000]
-
-
-def dies_while_opening(group: Any, step: str, culprit: int) -> tuple[str, float]:
-    from comm_pcie.rdma.engine import RdmaEngine, RegisteredPair
-
-    if group.rank() == culprit:
-        owner = RegisteredPair if step in ("attach", "exchange") else RdmaEngine
-        setattr(owner, step, lambda *_: os._exit(7))
-    begin = time.monotonic()
-    with host.installed(), pytest.raises((GroupTimeoutError, UlyssesBackendError)) as refused:
-        host.communicator(group)
-    return str(refused.value), time.monotonic() - begin
-
-
-@pytest.mark.parametrize("step", ["connect", "attach", "exchange"])
-def test_a_process_that_dies_while_opening_is_named(
-    ranks: RankPool, rdma_libraries: dict[str, str], tmp_path: Path, step: str
-) -> None:
-    """Before its queue pairs are connected, before it knows the keys, and when the others write to it."""
-    fabric = host.Fabric(rdma_libraries, tmp_path)
-    env = fabric.environment(COMM_TIMEOUT_S="1")
-    outcomes = ranks.run_outcomes(dies_while_opening, step, 1, ranks=3, env=env)
-    assert [outcome.kind for outcome in outcomes] == ["value", "died", "value"], outcomes
-    for outcome in (outcomes[0], outcomes[2]):
-        text, seconds = outcome.value
-        assert "rank 1" in text and seconds < 2 * AT_ONCE_S, outcome
-    assert fabric.world.reap() == 1
-    fabric.world.close()
-
-
 def falls_back(group: Any) -> tuple[str, str, list[str]]:
     """Open with a preference, and exchange by what is left."""
     from comm_pcie import RouteWarning
@@ -223,46 +161,6 @@ def test_a_preferred_route_that_can_not_be_opened_gives_way_to_copies(
     assert transport == "p2p" and "register self-test: rank 1" in reason and "Operation not supported" in reason
     assert len(warned) == 1 and "using route 'p2p'" in warned[0] and "rank 1" in warned[0]
     assert fabric.world.counters()["write_imm"] == 0
-
-
-class _TwoForms(host.HostTransport):
-    """With two forms of memory to try, as on a GPU; host memory has one, and is asked for again."""
-
-    asked: ClassVar[list[str]] = []
-
-    def _open_nics(self, stages: Any, request: Any, agreed: Any, device: Any, modules: Any) -> Any:
-        session = self._try_nics(stages.group, request, agreed, device, modules, ("auto", "cuda_ipc"))
-        return stages.step("keep the route", lambda: session, lambda opened: opened.close())
-
-    def make_port(self, request: Any, agreed: Any, device: Any, modules: Any, form: str, *rest: Any) -> Any:
-        self.asked.append(form)
-        return super().make_port(request, agreed, device, modules, form, *rest)
-
-
-def forms_tried(group: Any) -> tuple[list[str], str]:
-    _TwoForms.asked.clear()
-    with host.installed(_TwoForms):
-        try:
-            with host.communicator(group) as comm:
-                exchanged(comm)
-            text = ""
-        except UlyssesBackendError as error:
-            text = str(error)
-    return _TwoForms.asked, text
-
-
-@pytest.mark.parametrize(
-    ("verb", "count", "asked"),
-    [("reg_mr", 1, ["auto", "cuda_ipc"]), ("reg_mr", 2, ["auto", "cuda_ipc"]), ("create_qp", 1, ["auto"])],
-)
-def test_memory_that_can_not_be_registered_is_tried_in_the_older_form(
-    ranks: RankPool, fabric: Any, verb: str, count: int, asked: list[str]
-) -> None:
-    """J3: once, by all ranks, and only if it is the registration that has failed."""
-    fabric.world.rule(f"fail verb={verb} nic=mlx5_1 value=95 count={count}")
-    found = ranks.run(forms_tried, ranks=2, env=fabric.environment())
-    assert found[0] == found[1] and found[0][0] == asked
-    assert (found[0][1] == "") == (verb == "reg_mr" and count == 1)
 
 
 # Calls
@@ -392,6 +290,28 @@ def test_a_rank_that_stays_away_is_named_at_the_deadline(ranks: RankPool, fabric
     assert [waited_for for _, waited_for, _ in found] == [1] * 4
     assert all("rank 1" in text for text, _, _ in found)
     assert all(1.0 <= seconds < AT_ONCE_S for _, _, seconds in found)
+
+
+def numbers_differ(group: Any) -> tuple[str, str]:
+    with host.installed():
+        comm = host.communicator(group)
+        session = host.session_of(comm)
+        x, out, _ = example(comm)
+        exchanged(comm, 1)
+        # As after a call that the other rank has not made.
+        session._epoch += comm.rank
+        with pytest.raises(TransportError) as broken:
+            comm.scatter_heads(x, out=out)
+        comm.close()
+        return type(broken.value).__name__, str(broken.value)
+
+
+def test_ranks_at_different_exchanges_are_told(ranks: RankPool, fabric: Any) -> None:
+    """Two in the self-test and one before: the fourth of one rank is the fifth of the other."""
+    found = ranks.run(numbers_differ, ranks=2, env=fabric.environment())
+    texts = " ".join(text for _, text in found)
+    assert "are the ranks at different calls?" in texts, found
+    assert any(f"message 0x{0x80000000 | number:x}" in texts for number in (4, 5)), found
 
 
 def loses_a_message(group: Any) -> tuple[str, str, bool]:
