@@ -17,6 +17,7 @@ pairs are stopped and drained, and its output is filled with NaN bytes. The comm
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, cast
 
@@ -56,6 +57,9 @@ _log = logging.getLogger("comm_core")
 
 QUIESCE_S = 10.0
 """Seconds that a NIC has to retire what it was given, once its queue pairs were stopped; see `quiesce_ns`."""
+
+COPIES_S = 0.25
+"""Seconds that copies of ranks of the same node, which nobody can call back, have to land before the NaN bytes."""
 
 _leaked: list[RdmaSession] = []
 """Sessions whose NIC may still write: nothing of them may be freed as long as the process lives."""
@@ -213,6 +217,10 @@ class RdmaSession(TransportSession):
             # Operand and output are of one size: each call moves as much away as it gets.
             output.landing[: plan.target_bytes].copy_(strided.byte_view(source, 0, plan.target_bytes))
         port.barrier(operation)
+        told = self._told() if self._parts.mapped else None
+        if told is not None:
+            # Whoever has given up fills its output; copies that begin now would overwrite that.
+            raise told
         port.copy(copies_to(plan, self._mapped), source, output.window.peer_pointers, output.output)
         self._require("the exchange failed", output.pair.exchange(geometry, self._epoch, self._timeout_ns))
         port.flush()
@@ -287,6 +295,8 @@ class RdmaSession(TransportSession):
     def _spoil(self, output: RegisteredOutput | None) -> None:
         # After the NIC was stopped: what peers send later must not end up among the bytes that say "this is nothing".
         if output is not None and self._parts.poison:
+            if self._parts.mapped:
+                time.sleep(COPIES_S)
             output.output.fill_(0xFF)
             self._port.settle()
 
