@@ -105,6 +105,57 @@ def test_a_batch_begins_when_all_ranks_are_there_and_is_divided_among_its_calls(
     assert 990 < times.host <= times.device < 3900
 
 
+@pytest.mark.parametrize(
+    ("late", "delays"), [(0, [1, 1, 1]), (1, [1, 2, 2, 2]), (6, [1, 2, 4, 8, 16, 32, 64, 64, 64])]
+)
+def test_replays_are_timed_behind_a_delay_that_the_host_fits_into(
+    monkeypatch: pytest.MonkeyPatch, late: int, delays: list[int]
+) -> None:
+    """All ranks idle, a delay, the ranks aligned, a replay that does not count, and four that do."""
+    done: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: done.append("idle"))
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: done.append(cycles / 4_000_000))
+    monkeypatch.setattr(timing, "meet", lambda group: done.append("met"))
+    monkeypatch.setattr(timing, "largest", lambda group, value: value)
+
+    class Replays(Event):
+        number = 0
+
+        def record(self) -> None:
+            self.at = float(done.count("replay"))
+            done.append("mark")
+
+        def query(self) -> bool:
+            Replays.number += 1
+            return Replays.number <= late
+
+        def elapsed_time(self, end: Event) -> float:
+            return end.at - self.at
+
+    monkeypatch.setattr(torch.cuda, "Event", Replays)
+    cuda = torch.device("cuda", 0)
+    us = timing.replayed(None, cuda, lambda: done.append("aligned"), lambda: done.append("replay"), 20, 3)
+    assert us == 1e3 / 20  # four replays of a millisecond each
+    assert [item for item in done if isinstance(item, float)] == delays
+    batch = ["idle", "met", 1.0, "aligned", "replay", "mark", *["replay"] * 4, "mark"]
+    assert done[: len(batch)] == batch
+    assert len(done) == len(batch) * (3 + late)
+
+
+def test_a_host_that_never_gets_ahead_of_its_device_gives_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Late(Event):
+        def query(self) -> bool:
+            return True
+
+    monkeypatch.setattr(torch.cuda, "Event", Late)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
+    monkeypatch.setattr(timing, "meet", lambda group: None)
+    monkeypatch.setattr(timing, "largest", lambda group, value: value)
+    with pytest.raises(CommError, match="not so busy"):
+        timing.replayed(None, torch.device("cuda", 0), lambda: None, lambda: None, 20, 3)
+
+
 def test_the_floor_counts_the_bytes_that_share_what_bounds_them():
     """Over links those that leave a rank; in one GPU's memory those of all ranks; on the host those of a rank."""
     small = Geometry(1024, 24)

@@ -42,7 +42,7 @@ HALVES = 2
 """Calls fill the halves of a buffer in turn."""
 _THREADS = (128, 256, 384)
 """Of a block without an epilogue. Twin of the last: include/comm_core/allreduce.cuh, kReduceThreads."""
-FUSED_THREADS = 256
+FUSED_THREADS = 384
 """Of a block with an epilogue, at most. Twin: kFusedThreads."""
 PER_SM = 2
 """Blocks that fit a multiprocessor. Twin: kReduceBlocks."""

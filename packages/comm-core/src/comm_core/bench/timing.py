@@ -3,6 +3,9 @@
 A figure is the median of several batches. A batch is a number of calls back to back, long enough for what is not
 repeated to vanish, timed by events on the device, after a barrier on the device: without it the first call would wait
 for the rank whose host comes last.
+
+A host may take longer to launch a graph of 20 short calls than the device takes to run it. So replays are timed with
+all of a batch enqueued before the first one starts, behind a delay on the device: `replayed`.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from comm_core.bench.geometry import MIB
+from comm_core.errors import CommError
 
 if TYPE_CHECKING:
     from comm_core.bench.launch import Placement
@@ -30,6 +34,7 @@ __all__ = [
     "empty_cache",
     "largest",
     "meet",
+    "replayed",
     "sets_of",
     "synchronize",
 ]
@@ -41,6 +46,12 @@ _SMALL_REPEATS = 5
 _BATCH_S = 0.25
 _CACHE_BYTES = 128 * MIB
 _MAX_SETS = 16
+_REPLAYS = 4
+"""Of a graph, in a batch."""
+_DELAY_CYCLES = 4_000_000
+"""Of the device's clock, some 2 ms: for a host that takes 60 us a launch, with room to spare."""
+_DELAYS = 6
+"""How often the delay is doubled for a host that takes longer."""
 
 
 class Times(NamedTuple):
@@ -138,6 +149,54 @@ def batches(
             times.append(time.perf_counter() - began)
             host.append(times[-1])
     return Times(statistics.median(times) / calls * 1e6, statistics.median(host) / calls * 1e6)
+
+
+def replayed(
+    group: Any, device: torch.device, align: Callable[[], None], replay: Callable[[], None], calls: int, count: int
+) -> float:
+    """Return microseconds a call on the device: the median of `count` batches of replays. Collective.
+
+    A batch is enqueued behind a delay, and counts only if the device had not begun it when the last of it was
+    enqueued, on any rank; else it is repeated behind a longer delay. So no launch of the host is in the figure.
+
+    Args:
+        group: of the ranks.
+        device: this rank's, with CUDA.
+        align: enqueues what lets the ranks start at once.
+        replay: enqueues a graph that was replayed before.
+        calls: in the graph.
+        count: of batches.
+
+    Raises:
+        CommError: a host did not get ahead of its device, however long the delay.
+    """
+    # torch's annotations leave it out.
+    delay: Any = torch.cuda
+    cycles, times = _DELAY_CYCLES, list[float]()
+    while len(times) < count:
+        synchronize(device)
+        meet(group)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        delay._sleep(cycles)
+        align()
+        # Not counted: what a graph does at its first replay after another kernel, it does here.
+        replay()
+        start.record()
+        for _ in range(_REPLAYS):
+            replay()
+        end.record()
+        late = start.query()
+        end.synchronize()
+        if largest(group, float(late)) == 0:
+            times.append(start.elapsed_time(end) * 1e3 / (_REPLAYS * calls))
+        elif cycles < _DELAY_CYCLES << _DELAYS:
+            cycles *= 2
+        else:
+            raise CommError(
+                f"a host took longer to enqueue {_REPLAYS + 1} replays of a graph than a delay of {cycles} cycles of "
+                "its device: times would be the host's; run on a machine that is not so busy"
+            )
+    return statistics.median(times)
 
 
 def captured(work: Callable[[], None]) -> torch.cuda.CUDAGraph:

@@ -45,7 +45,7 @@ namespace comm {
 // Threads of a block without an epilogue and of one with, at most, and how many blocks fit a
 // multiprocessor. Twins: comm_core/allreduce/launch.py.
 constexpr uint32_t kReduceThreads = 384;
-constexpr uint32_t kFusedThreads = 256;
+constexpr uint32_t kFusedThreads = 384;
 constexpr uint32_t kReduceBlocks = 2;
 
 struct ReduceParams {
@@ -538,7 +538,6 @@ __global__ __launch_bounds__(kFusedThreads, kReduceBlocks) void fused_kernel(
   };
   if (!kTwoShots && first < e.rows) load(first, team.thread);
   epilogue.fetch_gamma();
-  if (first < e.rows) epilogue.fetch_residual(first);
   if (kTwoShots) {
     const uint64_t threads = uint64_t(gridDim.x) * blockDim.x;
     announce_start(m);
@@ -551,12 +550,13 @@ __global__ __launch_bounds__(kFusedThreads, kReduceBlocks) void fused_kernel(
   begin(m);
   if (kTwoShots) {
     const uint64_t threads = uint64_t(gridDim.x) * blockDim.x;
-    reduce_own_part<T, false, 4>(m, uint64_t(blockIdx.x) * blockDim.x + threadIdx.x, threads);
+    reduce_own_part<T, false, 2>(m, uint64_t(blockIdx.x) * blockDim.x + threadIdx.x, threads);
   }
   epilogue.load_scale();
   team.meet();
   COMM_NO_UNROLL
   for (uint64_t row = first; row < e.rows; row += p.teams) {
+    epilogue.fetch_residual(row);
     if (!kTwoShots) load_and_send(row + p.teams, team.thread);
     COMM_NO_UNROLL
     for (uint32_t step = 0; step < p.steps; ++step) {
@@ -566,14 +566,12 @@ __global__ __launch_bounds__(kFusedThreads, kReduceBlocks) void fused_kernel(
       if (kTwoShots) {
         take_sums<1>(m, index, 0, at < e.row_vectors, sums);
       } else {
-        sum_slots<T, false, 1, 4>(m, index, index, 0, at < e.row_vectors, sums);
+        sum_slots<T, false, 1, kQuantized ? 2 : 3>(m, index, index, 0, at < e.row_vectors, sums);
       }
       if (step == 0) epilogue.await_fetched();
       epilogue.add_residual(row, step, sums[0]);
     }
     epilogue.finish(row);
-    // Into the places that this thread alone has just read.
-    if (row + p.teams < e.rows) epilogue.fetch_residual(row + p.teams);
   }
   epilogue.pad_scales(first, p.teams);
   leave_call(m);
