@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from comm_core import UlyssesCommunicator, plugins
+from comm_core import UlyssesCommunicator, _cuda, plugins
 from comm_core.comm_backend import TorchDistBackend
 from comm_core.errors import CheckpointError, ClosedError, CommError, GroupTimeoutError, JointError
 from comm_core.group import Group
@@ -265,3 +265,33 @@ def test_a_call_without_end_ends_the_wait_for_it(driver: FakeDriver) -> None:
     """H5: by the deadline, on every rank, and nothing has changed."""
     texts = run_threads(2, beside_a_call_without_end, threading.Event(), timeout_s=30)
     assert "no word from rank 1" in texts[0] and "running in another thread for 0.3 s" in texts[1]
+
+
+def stalls_late(group: Group, work: list[Callable[[], None]]) -> str:
+    comm = communicator(group)
+    session: Any = comm._session
+    if group.rank == 0:
+        work.append(session.barrier)
+    group.barrier("launched")
+    with pytest.raises(JointError) as caught:
+        comm.checkpoint_prepare()
+    assert session.state == "attached"
+    comm.close()
+    return str(caught.value)
+
+
+@pytest.mark.usefixtures("_transport")
+def test_what_was_launched_has_ended_before_anything_is_asked(
+    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """H2: a kernel that gives up only while the device is waited for is known before memory is taken away."""
+    work: list[Callable[[], None]] = []
+
+    def synchronize(device: torch.device) -> None:
+        if work and threading.current_thread().name == "rank 0":
+            work.pop()()
+
+    monkeypatch.setattr(_cuda, "synchronize", synchronize)
+    monkeypatch.setenv("COMM_TIMEOUT_S", "1")
+    texts = run_threads(2, stalls_late, work, timeout_s=60)
+    assert texts[0] == texts[1] and "rank 0: rank 0 gave up waiting for rank 1" in texts[0]
