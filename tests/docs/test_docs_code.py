@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 import comm_core
 import comm_mnnvl
+import comm_nvlink
 from comm_core import UlyssesBackendError, UlyssesCommunicator
 from comm_core.plugins import register, unregister
 from comm_core.testing.contract import TransportContract
@@ -120,9 +121,10 @@ def titles(page: Path) -> list[str]:
 
 
 def resolve(name: str) -> Any:
-    """Return what the public name `name` of comm_core, or of comm_mnnvl, means."""
+    """Return what the public name `name` of comm_core, or of one of its plugins, means."""
     first, *rest = name.split(".")
-    value: Any = getattr(comm_core if first in comm_core.__all__ else comm_mnnvl, first)
+    module = next(module for module in (comm_core, comm_mnnvl, comm_nvlink) if first in module.__all__)
+    value: Any = getattr(module, first)
     for part in rest:
         value = getattr(value, part)
     return value
@@ -136,7 +138,8 @@ def test_operation_pages_are_about_public_names(root):
         names = titles(page)
         assert names, f"{page}: the title must name its subject in backticks"
         for name in names:
-            assert name.partition(".")[0] in {*comm_core.__all__, *comm_mnnvl.__all__}, (page, name)
+            public = {*comm_core.__all__, *comm_mnnvl.__all__, *comm_nvlink.__all__}
+            assert name.partition(".")[0] in public, (page, name)
             resolve(name)
 
 

@@ -45,6 +45,7 @@ from comm_core.windows.window import MAX_WINDOWS
 from comm_mnnvl.multicast import SWITCHES
 from comm_mnnvl.plugin import plugin as mnnvl_plugin
 from comm_mnnvl.session import MnnvlSession
+from comm_nvlink.plugin import plugin as nvlink_plugin
 from comm_nvlink.transport import VARIABLES as NVLINK_VARIABLES
 from comm_nvlink.transport import NvlinkTransport
 from comm_pcie.plugin import plugin as pcie_plugin
@@ -447,8 +448,9 @@ def test_the_all_reduce_tables_are_true(read):
     backends = {names(row[0])[0]: row for row in table(text, "backend")}
     assert set(backends) == set(known.ALLREDUCE)
     for name, item in known.ALLREDUCE.items():
-        assert backends[name][1] == (item.distribution if item.built_in else f"{item.distribution}, planned")
-    assert [item.name for item in builtin.comm_allreduce()] == ["dist"]
+        assert backends[name][1] == item.distribution
+    providers = (builtin, nvlink_plugin, mnnvl_plugin)
+    assert {item.name for provider in providers for item in provider.comm_allreduce()} == set(known.ALLREDUCE)
     rows = table(text, "code")
     assert [(int(row[0]), names(row[1])[0]) for row in rows] == [(int(item), item.name) for item in PATTERNS]
     outputs: dict[int, set[str]] = {}

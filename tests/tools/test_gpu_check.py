@@ -14,7 +14,7 @@ import pytest
 
 import gpu_check
 import workspace
-from comm_core.bench import floor, launch
+from comm_core.bench import allreduce_command, floor, launch
 from comm_core.bench import report as bench_report
 from gpu import bench_rows, bench_windows, junit, mps, processes, report, sections
 
@@ -425,6 +425,9 @@ def test_the_benchmark_of_exchanges_is_commctl_s(
         file = Path(command[command.index("--json") + 1])
         log = tmp_path / "log"
         log.write_text("")
+        if "allreduce" in command:
+            file.write_text(json.dumps({"errors": [], "left_out": [], "rows": [], "ranks": 2, "hidden": 8192}))
+            return processes.Done(0, 1.0, log)
         if "ulysses" not in command:
             file.write_text(json.dumps({"errors": {}, "barriers": {}, "overhead": None, "took": {}}))
             return processes.Done(0, 1.0, log)
@@ -442,6 +445,29 @@ def test_the_benchmark_of_exchanges_is_commctl_s(
     assert section.status == status and len(section.why) == (status == "failed")
     assert [table.title for table in section.tables] == ["Exchange of heads"]
     assert commands[1][3:9] == ["bench", "ulysses", "--where", "links", "--ranks", "2"] and "--quick" in commands[1]
+    assert commands[2][3:9] == ["bench", "allreduce", "--where", "links", "--ranks", "2"] and "--quick" in commands[2]
+
+
+def test_the_all_reduce_has_a_table_and_its_goals():
+    rows = [
+        {"backend": "nccl", "case": "sum", "tokens": 8, "graph_us": 12.0, "eager_us": 20.0, "host_us": 5.0},
+        {"backend": "trtllm", "case": "sum", "tokens": 8, "graph_us": 2.5, "eager_us": 9.0, "host_us": 8.0},
+        {"backend": "trtllm", "case": "norm", "tokens": 8, "graph_us": 4.5, "eager_us": 9.0, "host_us": 8.0},
+        {"backend": "trtllm", "case": "sum", "tokens": 512, "graph_us": 30.0, "eager_us": 31.0, "host_us": 8.0},
+        {"backend": "trtllm", "case": "norm", "tokens": 512, "graph_us": 33.0, "eager_us": 34.0, "host_us": 8.0},
+    ]
+    found: dict[str, object] = {"where": "links", "ranks": 2, "hidden": 8192, "rows": rows, "floor": None}
+    allreduce_command.add_ratios(found)
+    section = report.Section("bench-links", "B")
+    bench_rows.add_allreduce(section, {**found, "errors": [{"what": "a", "why": "b"}], "left_out": []})
+    assert section.why == ["a: b"]
+    assert [(goal.name, goal.limit, goal.verdict) for goal in section.goals] == [
+        ("all-reduce, trtllm, sum, 8 tokens", 0.25, "met"),
+        ("all-reduce, trtllm, norm, 8 tokens, above the sum", 1.5, "missed"),
+        ("all-reduce, trtllm, norm, 512 tokens, above the sum", 10.0, "met"),
+    ]
+    (table,) = section.tables
+    assert all(len(row) == len(table.columns) for row in table.rows)
 
 
 def test_an_interrupt_ends_a_part_and_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

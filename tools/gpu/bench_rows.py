@@ -90,6 +90,38 @@ def add_exchanges(section: Section, found: Mapping[str, Any]) -> None:
         section.tables.append(Table("Time of commctl bench ulysses itself", ["", "seconds"], rows))
 
 
+def add_allreduce(section: Section, found: Mapping[str, Any]) -> None:
+    """Add the document of ``commctl bench allreduce`` as a table and goals to `section`."""
+    for item in found["errors"]:
+        section.fail(f"{item['what']}: {item['why']}")
+    section.notes += [f"Left out: {item['what']}: {item['why']}" for item in found["left_out"]]
+    columns = ["tokens", "floor", "backend", "case", "graph", "/ NCCL", "/ floor", "eager", "host", "above the sum"]
+    figures = ("graph_us", "over_nccl", "over_floor", "eager_us", "host_us", "over_sum_us")
+    rows: list[list[Any]] = []
+    for row in sorted(found["rows"], key=lambda row: row["tokens"]):
+        start = [row["tokens"], row["floor_us"], row["backend"], row["case"]]
+        rows.append([*start, *(row[name] for name in figures)])
+        if row["goal"] is None:
+            continue
+        what = f"all-reduce, {row['backend']}, {row['case']}, {row['tokens']} tokens"
+        if row["case"].startswith("sum"):
+            section.goals.append(Goal(what, _round(row["over_nccl"]), float(row["goal"]), "x NCCL"))
+        elif row["goal"].endswith("us"):
+            limit = float(row["goal"].split()[0])
+            section.goals.append(Goal(f"{what}, above the sum", _round(row["over_sum_us"]), limit, "us"))
+        else:
+            us = row["eager_us"] if row["graph_us"] is None else row["graph_us"]
+            limit = float(row["goal"].split()[0])
+            above = 100 * row["over_sum_us"] / (us - row["over_sum_us"])
+            section.goals.append(Goal(f"{what}, above the sum", _round(above), limit, "%"))
+    if rows:
+        note = (
+            f"Microseconds a call, {found['ranks']} ranks, bfloat16, hidden {found['hidden']}; medians of batches on "
+            "the slower rank; graph: 20 calls in one; norm: the sum with residual and RMSNorm."
+        )
+        section.tables.append(Table("All-reduce", columns, _rounded(rows), note))
+
+
 def _round(value: float | None) -> float | None:
     return None if value is None else round(value, 3)
 

@@ -22,9 +22,10 @@ from typing import Any
 
 import torch
 
-from comm_core import UlyssesCommunicator, jit, plugins
+from comm_core import UlyssesCommunicator, allreduce_fusion, create_allreduce_fusion_workspace, jit, plugins
 from comm_core.jit.selfcheck import SELFCHECK
-from comm_core.testing import reference
+from comm_core.testing import allreduce_cases, reference
+from comm_core.testing.allreduce_cases import Case
 
 # torch's annotations leave out its stores.
 dist: Any = importlib.import_module("torch.distributed")
@@ -98,8 +99,29 @@ _BACKENDS: dict[str, tuple[tuple[str, dict[str, Any], str], ...]] = {
     # Outputs are registered, and there are no head chunks.
     "pcie": (("pcie", {}, ""),),
     "mnnvl": (("mnnvl", {}, ""),),
+    "allreduce": (),
 }
 """Name of a case -> backend, arguments, and bytes from which on NVLink uses the copy engines."""
+
+
+def all_reduces(backend: str, device: torch.device) -> None:
+    """Reduce by both algorithms: odd sizes alone, and rows with every encoding that follows."""
+    every = [
+        Case(pattern, tokens, 2048, torch.bfloat16, group_size=group, use_oneshot=one)
+        for one in (True, False)
+        for pattern, tokens, group in ((1, 3, 128), (5, 2, 128), (9, 3, 64), (9, 2, 512), (11, 5, 128))
+    ]
+    every += [Case(0, 1, size, torch.bfloat16, use_oneshot=one) for size in (5, 4099) for one in (True, False)]
+    with create_allreduce_fusion_workspace(
+        backend, max_token_num=8, hidden_dim=2048, dtype=torch.bfloat16, device=device, force_oneshot_support=True
+    ) as workspace:
+        for seed, case in enumerate(every):
+            operands = allreduce_cases.make_operands(case, workspace.world_size, seed)
+            made = allreduce_cases.make_outputs(case, device)
+            given = {**allreduce_cases.arguments(case, operands, device), **made}
+            allreduce_fusion(operands.parts[workspace.rank].to(device), workspace, case.pattern, **given)
+            torch.cuda.synchronize()
+            allreduce_cases.assert_right(case, operands, made)
 
 
 def register(name: str) -> None:
@@ -113,7 +135,7 @@ def register(name: str) -> None:
 def run_rank(rank: int, ranks: int, store: Any, case: str) -> None:
     """Run everything once, by each of the case's routes."""
     if case != "windows":
-        register(case)
+        register("nvlink" if case == "allreduce" else case)
     # Transports may say that they are experimental.
     warnings.simplefilter("ignore", UserWarning)
     device = device_of(rank)
@@ -135,6 +157,8 @@ def run_rank(rank: int, ranks: int, store: Any, case: str) -> None:
                 comm.checkpoint_restore(None)
                 whole_heads(comm, direct=True)
                 small_gather(comm)
+    if case == "allreduce":
+        all_reduces("trtllm", device)
     dist.destroy_process_group()
     print(f"rank {rank}: ok", flush=True)
 

@@ -194,6 +194,7 @@ _SANITIZED: Mapping[str, tuple[int, ...]] = {
     "nvlink": (2, 4, 6, 8),
     "pcie": (2, 4, 8),
     "mnnvl": (2, 4, 8),
+    "allreduce": (2, 4, 8),
 }
 """Case of `gpu.sanitizer_case` -> how many ranks it is run with."""
 _PLANTED = "a planted error"
@@ -346,6 +347,20 @@ def _bench(context: Context, section: Section, where: str) -> None:
         bench_rows.add_exchanges(section, found)
     if done.code != 0 and (found is None or not found["errors"]):
         section.fail(f"commctl bench ulysses: {done.verdict}")
+    _bench_allreduce(context, section, where)
+
+
+def _bench_allreduce(context: Context, section: Section, where: str) -> None:
+    """Time the all-reduce, two ranks."""
+    results = context.folder / f"bench-allreduce-{where}.json"
+    command = [sys.executable, "-c", _COMMCTL, "bench", "allreduce", "--where", where, "--ranks", "2"]
+    command += ["--json", str(results), *(["--quick"] if context.quick else [])]
+    done = context.run(f"bench, all-reduce, {where}", command, 60 if context.quick else 120, 20)
+    found = _read_json(results)
+    if found is not None:
+        bench_rows.add_allreduce(section, found)
+    if done.code != 0 and (found is None or not found["errors"]):
+        section.fail(f"commctl bench allreduce: {done.verdict}")
 
 
 def add_windows(section: Section, found: Mapping[str, Any], shared: bool) -> None:

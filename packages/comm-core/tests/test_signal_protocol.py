@@ -1,4 +1,4 @@
-"""signal.cuh, barrier.cuh and lamport.cuh: the code itself, with ranks as threads under ThreadSanitizer, and by nvcc.
+"""signal.cuh, barrier.cuh and allreduce.cuh: the code itself, with ranks as threads (ThreadSanitizer), and by nvcc.
 
 The programs are under ``protocol/``. What a run on one processor cannot show is explored as a model, in
 test_signal_model.py and test_lamport_model.py.
@@ -147,9 +147,9 @@ def test_what_was_written_before_a_barrier_is_there_after_it(build: Build, ranks
 
 
 @pytest.mark.parametrize(("shape", "rounds"), [("ranks=2 blocks=2", 4_000), ("ranks=3", 4_000), ("ranks=8", 1_000)])
-def test_data_that_is_its_own_flag_arrives(build: Build, shape: str, rounds: int) -> None:
-    """All of it, in every round, with -0.0 among the operands and sizes that change."""
-    build("rounds").passes("lamport", *shape.split(), f"rounds={rounds}")
+def test_sums_whose_data_is_its_own_flag_are_right(build: Build, shape: str, rounds: int) -> None:
+    """In every round, with -0.0 among the operands, types, sizes and algorithms that change, and epochs that wrap."""
+    build("rounds").passes("allreduce", *shape.split(), f"rounds={rounds}", wrapping(rounds))
 
 
 @pytest.mark.parametrize(
@@ -210,9 +210,14 @@ def test_a_rank_that_misses_a_barrier_is_named_and_does_not_arrive_later(
     build("stalls").passes("barrier", f"ranks={ranks}", f"victim={victim}")
 
 
-def test_data_that_does_not_come_or_comes_in_part_ends_in_an_abort(build: Build) -> None:
-    """The wait for data as flag ends like any other, and names the rank of which words are missing."""
-    build("stalls").passes("lamport", "victim=1")
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_a_rank_that_stops_in_an_all_reduce_is_named(build: Build, ranks: int) -> None:
+    """Each in turn, in one shot and in two: data as flag ends like any other wait, and what did not arrive is NaN.
+
+    Never a rank that only waits itself, nor the one that waits.
+    """
+    for victim in range(ranks):
+        build("stalls").passes("allreduce", f"ranks={ranks}", f"victim={victim}")
 
 
 def test_single_moments(build: Build) -> None:
@@ -257,6 +262,7 @@ def test_the_device_code_has_the_operations_it_promises(tmp_path: Path) -> None:
     ordering = re.compile(r"fence|membar|\.volatile|\.(?:cta|cluster|gpu|sys)\b")
     found = {operation for operation in operations if ordering.search(operation)}
     assert found == {
+        "atom.relaxed.gpu.global.add.u32",
         "ld.acquire.sys.global.u32",
         "ld.relaxed.sys.global.u32",
         "ld.acquire.sys.global.b128",

@@ -15,6 +15,7 @@ import comm_lowp
 from comm_core import _cuda
 from comm_core.jit import Module
 from comm_core.jit.cache import Artifact
+from comm_core.testing.host_modules import FIBERS
 from comm_lowp.kernels import Kernels
 from comm_lowp.module import MODULE
 
@@ -41,8 +42,7 @@ def build(folder: Path) -> Module:
     """Compile the module for the host and load it as every module is."""
     kernels = Path(str(comm_lowp.__file__)).parent / MODULE.sources[0]
     source = folder / "sage2.cpp"
-    header = Path(__file__).with_name("fiber_cuda.h")
-    source.write_text(f'#include "{header}"\n#include "{kernels}"\n', encoding="utf-8")
+    source.write_text(f'#include "{FIBERS}"\n#include "{kernels}"\n', encoding="utf-8")
     library = folder / "sage2.so"
     compile_host(source, library, "-shared")
     return Module(MODULE, Artifact(MODULE.name, "host", library, {"archs": []}, {}))

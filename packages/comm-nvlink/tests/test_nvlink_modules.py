@@ -11,6 +11,7 @@ import comm_nvlink
 from comm_core.testing import cubin
 from comm_core.testing.cuda_modules import CudaModulesContract
 from comm_nvlink import routes
+from comm_nvlink.allreduce import ALLREDUCE
 from comm_nvlink.launch import ULYSSES
 from comm_nvlink.plugin import plugin
 from comm_nvlink.pool import POOL
@@ -19,10 +20,12 @@ PACKAGE = Path(comm_nvlink.__file__).parent
 
 
 class TestModules(CudaModulesContract):
-    """The exchange, and the memory pool, which is plain C++."""
+    """The exchange, the memory pool, which is plain C++, and the all-reduce."""
 
     package = comm_nvlink
-    modules = (ULYSSES, POOL)
+    modules = (ULYSSES, POOL, ALLREDUCE)
+    # 15 s on two cores, of which no build uses both all the time.
+    first_build_s = 15.0
     describing = "from comm_nvlink.plugin import plugin; plugin.comm_modules()"
 
     def test_the_plugin_lists_them(self) -> None:

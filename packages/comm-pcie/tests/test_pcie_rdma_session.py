@@ -286,6 +286,8 @@ def rounds(group: Any, count: int) -> int:
                 gathered = torch.zeros(size, 1, dtype=torch.uint8)
                 session.all_gather_small(torch.tensor([round_ + rank], dtype=torch.uint8), gathered)
                 assert gathered.flatten().tolist() == [round_ + peer for peer in range(size)]
+        stream, struct = session.launch_context()
+        assert stream == 0 and struct > 0
         return session.counters.exchanges
 
 

@@ -60,6 +60,7 @@ class DeviceProperties:
         pci_bus_id: as in sysfs, or empty.
         compute_capability: for example ``"9.0"``.
         memory_bytes: of the device, or of the slice where it is one.
+        multiprocessors: how many it has; 0 where torch does not say.
         note: what could not be established and why, or empty.
     """
 
@@ -69,6 +70,7 @@ class DeviceProperties:
     pci_bus_id: str
     compute_capability: str
     memory_bytes: int | None
+    multiprocessors: int = 0
     note: str = ""
 
 
@@ -110,6 +112,7 @@ def device_properties(index: int) -> DeviceProperties:
         pci_bus_id="" if None in address else format_pci_bus_id(*(int(cast("int", part)) for part in address)),
         compute_capability=f"{int(properties.major)}.{int(properties.minor)}",
         memory_bytes=None if memory is None else int(memory),
+        multiprocessors=int(getattr(properties, "multi_processor_count", 0)),
         note=note,
     )
 

@@ -1,8 +1,8 @@
-// Everything of signal.cuh, barrier.cuh and lamport.cuh as a kernel would use it, to be compiled
-// and looked at, not run.
+// Everything of signal.cuh and barrier.cuh as a kernel would use it, and kernels of allreduce.cuh,
+// to be compiled and looked at, not run.
 
+#include "comm_core/allreduce.cuh"
 #include "comm_core/barrier.cuh"
-#include "comm_core/lamport.cuh"
 
 namespace comm {
 
@@ -32,37 +32,8 @@ __global__ void barrier_protocol_kernel(const __grid_constant__ Call call, Outco
   *outcome = barrier(call);
 }
 
-template <uint32_t kRanks>
-__global__ void lamport_protocol_kernel(const __grid_constant__ Call call, LamportState* state,
-                                        Vector* buffer, Vector* const* peers, Vector* operand,
-                                        uint64_t stride) {
-  uint32_t missing = call.rank;
-  Vector values[kRanks];
-  values[0] = lamport_encode_f32(lamport_encode_16(operand[threadIdx.x]));
-  uint32_t generation = state->generation;
-  if (threadIdx.x < state->previous)
-    lamport_rearm(buffer + lamport_previous(generation) * stride + threadIdx.x);
-  for (uint32_t peer = 1; peer < kRanks; ++peer)
-    lamport_publish(peers[peer] + threadIdx.x, values[0]);
-  Wait wait = lamport_collect<kRanks>(buffer + generation * stride + threadIdx.x, stride, 0, values,
-                                      &own_block(call)->abort.value, call.deadline_ns, &missing);
-  if (wait != Wait::kReached) {
-    stop(call, wait, missing);
-  } else {
-    Vector sum = values[0];
-    for (uint32_t peer = 1; peer < kRanks; ++peer) {
-      for (int i = 0; i < 4; ++i) sum.word[i] += values[peer].word[i];
-    }
-    operand[threadIdx.x] = sum;
-  }
-  __syncthreads();
-  if (threadIdx.x == 0) lamport_leave(state, gridDim.x, blockDim.x);
-}
-
-template __global__ void lamport_protocol_kernel<2>(const __grid_constant__ Call, LamportState*,
-                                                    Vector*, Vector* const*, Vector*, uint64_t);
-template __global__ void lamport_protocol_kernel<8>(const __grid_constant__ Call, LamportState*,
-                                                    Vector*, Vector* const*, Vector*, uint64_t);
+template __global__ void reduce_kernel<Float32, 2, false>(const __grid_constant__ ReduceParams);
+template __global__ void reduce_kernel<Bfloat16, 1, true>(const __grid_constant__ ReduceParams);
 
 // The host half of a .cu file waits as well, and its waits end.
 Wait wait_on_host(const uint32_t* flag, const uint32_t* abort) {

@@ -4,7 +4,7 @@
 //
 //   rounds exchange ranks=4 blocks=2 spread=1 rounds=1000 start=0 omit=open|close
 //   rounds barrier  ranks=4 rounds=1000 start=0 omit=wait
-//   rounds lamport  ranks=4 blocks=2 rounds=1000
+//   rounds allreduce ranks=4 blocks=2 rounds=1000 start=0
 //   rounds deadline
 
 #include "world.h"
@@ -123,73 +123,63 @@ void barriers(int argc, char** argv) {
   });
 }
 
-constexpr uint32_t kCapacity = 8;  // vectors
-
-uint32_t operand(uint32_t rank, uint32_t round, uint32_t at) {
+// A small number, so that sums are exact in every type; or -0.0, which must not be taken for
+// nothing.
+float operand(uint32_t rank, uint32_t round, uint32_t at) {
   uint32_t value = mix(rank, round, at, 5);
-  if (value % 8 == 0) return kLamportEmpty;  // -0.0, which must not be taken for nothing
-  if (value % 8 == 1) return 0x80000000u >> (value / 8 % 32);
-  return value;
+  return value % 5 == 0 ? -0.0f : float(int(value / 5 % 17) - 8);
 }
 
-template <uint32_t kRanks>
-void lamport(uint32_t blocks, uint32_t rounds) {
-  World world(kRanks, blocks, 0);
-  struct Buffer {
-    Vector slot[kLamportGenerations][kRanks][kCapacity];
-  };
-  std::vector<Buffer> buffers(kRanks);
-  for (auto& buffer : buffers) {
-    for (auto& generation : buffer.slot) {
-      for (auto& slots : generation) {
-        for (auto& slot : slots) lamport_rearm(&slot);
-      }
-    }
+template <class T>
+void reductions(World& world, Reduction& reduction, uint32_t rank, uint32_t block, uint32_t round) {
+  using Format = Elements<T>;
+  // Fewer vectors than ranks, and a last one that is not whole.
+  const uint32_t elements = 1 + mix(round, 6) % (8 * Format::kCount);
+  const bool two_shots = mix(round, 7) % 2 == 0;
+  const uint32_t bytes = elements * T::kBytes, vectors = (bytes + 15) / 16;
+  Vector input[8], output[8];
+  for (uint32_t i = 0; i < vectors; ++i) {
+    float values[Format::kCount];
+    for (uint32_t j = 0; j < Format::kCount; ++j)
+      values[j] = operand(rank, round, i * Format::kCount + j);
+    input[i] = Format::pack(values);
+    output[i] = missing_vector(reduction.params(rank, input, output, bytes, two_shots, kMinute));
   }
-  auto states = std::make_unique<LamportState[]>(kRanks);
+  const ReduceParams p = reduction.params(rank, input, output, bytes, two_shots, kMinute);
+  Wait wait = reduction.call<T>(p, block, world.blocks, [](uint32_t) { return true; });
+  if (wait != Wait::kReached) fail(kUnexpected, "rank %u misses somebody in round %u", rank, round);
+  for (uint32_t at = 0; at < elements; ++at) {
+    if (at / Format::kCount % world.blocks != block) continue;
+    float values[Format::kCount], sum = 0;
+    Format::unpack(output[at / Format::kCount], values);
+    for (uint32_t peer = 0; peer < world.ranks; ++peer) sum += operand(peer, round, at);
+    if (bits_of(values[at % Format::kCount]) != bits_of(sum))
+      fail(kCorrupt, "corrupt: rank %u has a wrong sum in round %u at %u", rank, round, at);
+  }
+}
+
+void allreduce(uint32_t ranks, uint32_t blocks, uint32_t rounds, uint32_t start) {
+  World world(ranks, blocks, start);
+  Reduction reduction(world);
   world.run([&](uint32_t rank, uint32_t block) {
-    LamportState* state = &states[rank];
-    auto& own = buffers[rank].slot;
     for (uint32_t round = 0; round < rounds; ++round) {
-      uint32_t generation = state->generation;
-      uint32_t previous = lamport_previous(generation);
-      uint32_t filled = 1 + mix(round, 6) % kCapacity;
-      uint64_t deadline = now_ns() + kMinute;
       dawdle(rank * blocks + block, round, 0);
-      for (uint32_t i = block; i < state->previous; i += blocks) {
-        for (uint32_t peer = 0; peer < kRanks; ++peer) {
-          if (peer != rank) lamport_rearm(&own[previous][peer][i]);
-        }
+      if (round % 3 == 0) {
+        reductions<Float32>(world, reduction, rank, block, round);
+      } else if (round % 3 == 1) {
+        reductions<Bfloat16>(world, reduction, rank, block, round);
+      } else {
+        reductions<Float16>(world, reduction, rank, block, round);
       }
-      for (uint32_t i = block; i < filled; i += blocks) {
-        Vector values[kRanks];
-        for (uint32_t w = 0; w < 4; ++w) values[rank].word[w] = operand(rank, round, 4 * i + w);
-        values[rank] =
-            round % 2 == 0 ? lamport_encode_f32(values[rank]) : lamport_encode_16(values[rank]);
-        for (uint32_t peer = 0; peer < kRanks; ++peer) {
-          if (peer != rank) lamport_publish(&buffers[peer].slot[generation][rank][i], values[rank]);
-        }
-        uint32_t missing = 0;
-        Wait wait = lamport_collect<kRanks>(&own[generation][0][i], kCapacity, rank, values,
-                                            &world.signals[rank]->abort.value, deadline, &missing);
-        if (wait != Wait::kReached)
-          fail(kUnexpected, "nothing from rank %u in round %u", missing, round);
-        for (uint32_t at = 0; at < 4 * kRanks; ++at) {
-          uint32_t peer = at / 4;
-          Vector sent = {{operand(peer, round, 4 * i), operand(peer, round, 4 * i + 1),
-                          operand(peer, round, 4 * i + 2), operand(peer, round, 4 * i + 3)}};
-          sent = round % 2 == 0 ? lamport_encode_f32(sent) : lamport_encode_16(sent);
-          if (values[peer].word[at % 4] != sent.word[at % 4]) {
-            fail(kCorrupt, "corrupt: rank %u has a wrong word from rank %u in round %u", rank, peer,
-                 round);
-          }
-        }
-      }
-      world.boundary(rank);  // lamport_leave after the last block has read the state
-      lamport_leave(state, blocks, filled);
       world.boundary(rank);
     }
   });
+  for (auto& buffer : reduction.buffers) {
+    for (auto& vector : buffer) {
+      for (uint32_t word : vector.word)
+        expect(word == kLamportEmpty, "a call has left something behind");
+    }
+  }
 }
 
 // A wait for nobody ends when the clock says so, and not before.
@@ -214,17 +204,9 @@ int main(int argc, char** argv) {
     exchange(argc, argv);
   } else if (strcmp(mode, "barrier") == 0) {
     barriers(argc, argv);
-  } else if (strcmp(mode, "lamport") == 0) {
-    uint32_t blocks = number(argc, argv, "blocks", 1), rounds = number(argc, argv, "rounds", 1000);
-    if (ranks == 2) {
-      lamport<2>(blocks, rounds);
-    } else if (ranks == 3) {
-      lamport<3>(blocks, rounds);
-    } else if (ranks == 8) {
-      lamport<8>(blocks, rounds);
-    } else {
-      return kUsage;
-    }
+  } else if (strcmp(mode, "allreduce") == 0) {
+    allreduce(ranks, number(argc, argv, "blocks", 1), number(argc, argv, "rounds", 1000),
+              number(argc, argv, "start", 0));
   } else if (strcmp(mode, "deadline") == 0) {
     deadline();
   } else {

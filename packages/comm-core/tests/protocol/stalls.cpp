@@ -7,7 +7,7 @@
 //
 //   stalls exchange ranks=4 spread=1 victim=0 point=3 omit=look
 //   stalls barrier  ranks=4 victim=1
-//   stalls lamport  victim=1
+//   stalls allreduce ranks=3 victim=1
 //   stalls moments
 
 #include <sched.h>
@@ -296,67 +296,54 @@ void barriers(uint32_t ranks, uint32_t victim, bool all) {
   });
 }
 
-// Data as flag: a rank that has stored nothing (point 0) or not all of it (point 1).
-void lamport(uint32_t victim, uint32_t point, bool all) {
-  constexpr uint32_t kRanks = 3;
-  World world(kRanks, 1, 0);
-  Vector buffers[kRanks][kLamportGenerations][kRanks];
-  for (auto& buffer : buffers) {
-    for (auto& slots : buffer) {
-      for (auto& slot : slots) lamport_rearm(&slot);
-    }
-  }
+// The all-reduce: a rank that has stored nothing (point 0), or whose block has and then stops
+// before it adds up its own part (point 1) or takes the others' sums (point 2). Where a point keeps
+// nobody waiting, all get through that call, and wait for the rank in the next one.
+void reductions(uint32_t ranks, uint32_t blocks, uint32_t victim, uint32_t point, bool two_shots,
+                bool all) {
+  World world(ranks, blocks, kStart);
+  Reduction reduction(world);
   std::atomic<bool> resume{false};
-  auto threads = start(world, [&](uint32_t rank, uint32_t) {
-    for (uint32_t round = 0;; ++round) {
-      Call call = world.call(rank, 3, round, timeout_of(rank, victim, kRanks, all));
-      uint32_t missing = rank;
-      auto park = [&](uint32_t here) {
+  auto threads = start(world, [&](uint32_t rank, uint32_t block) {
+    for (uint32_t round = 0; round < 5; ++round) {
+      static float outputs[kMaxRanks][16];
+      float input[16], *output = outputs[rank];
+      for (uint32_t i = 0; i < 16; ++i) input[i] = float(rank + i + round);
+      const ReduceParams p = reduction.params(rank, input, output, sizeof(input), two_shots,
+                                              timeout_of(rank, victim, ranks, all));
+      Wait wait = reduction.call<Float32>(p, block, blocks, [&](uint32_t here) {
         step();
-        if (rank != victim || round != 2 || here != point) return;
+        if (rank != victim || round != 2 || here != point || resume) return true;
         self->parked = 1;
         while (!resume) usleep(50);
-      };
-      park(0);
-      if (aborted(call)) {
-        stop(call, Wait::kAborted, rank);
-        return;
-      }
-      Vector values[kRanks];
-      values[rank] = {{round, rank, 1, 2}};
-      for (uint32_t i = 1; i < kRanks; ++i) {
-        uint32_t peer = (rank + i) % kRanks;
-        if (rank == victim && round == 2 && point == 1) {
-          store_relaxed(&buffers[peer][round % 3][rank].word[1],
-                        rank);  // a vector that arrived in part
-          continue;
+        return true;
+      });
+      if (wait == Wait::kReached) {
+        for (uint32_t i = 0; i < 16; ++i) {
+          if (i / 4 % blocks != block) continue;
+          float sum = 0;
+          for (uint32_t peer = 0; peer < ranks; ++peer) sum += float(peer + i + round);
+          if (output[i] != sum) fail(kCorrupt, "corrupt: rank %u in round %u", rank, round);
         }
-        lamport_publish(&buffers[peer][round % 3][rank], values[rank]);
+        world.boundary(rank);
+        continue;
       }
-      park(1);
-      Wait wait =
-          lamport_collect<kRanks>(buffers[rank][round % 3], 1, rank, values,
-                                  &own_block(call)->abort.value, call.deadline_ns, &missing);
-      if (wait != Wait::kReached) {
-        expect(round == 2, "rank %u did not get through round %u", rank, round);
-        expect(rank == victim || wait == Wait::kAborted || missing == victim,
-               "rank %u misses rank %u", rank, missing);
-        stop(call, wait, missing);
-        return;
-      }
-      expect(round < 2 || rank == victim, "rank %u got through round %u", rank, round);
-      for (uint32_t peer = 0; peer < kRanks; ++peer) {
-        if (values[peer].word[0] != round || values[peer].word[1] != peer)
-          fail(kCorrupt, "corrupt: rank %u", rank);
-      }
+      expect(round >= 2, "rank %u did not get through round %u", rank, round);
+      // Each block's first vector or its last one.
+      const uint32_t first = 4 * block, last = 4 * (4 - blocks + block);
+      expect(output[first] != output[first] || output[last] != output[last], "rank %u has no NaN",
+             rank);
+      return;
     }
+    fail(kUnexpected, "rank %u got through everything", rank);
   });
   play(world, threads, victim, resume, [&] {
     std::vector<uint32_t> words;
-    for (uint32_t rank = 0; rank < kRanks; ++rank) {
-      for (auto& slots : buffers[rank]) {
-        for (auto& slot : slots) words.insert(words.end(), slot.word, slot.word + 4);
-      }
+    for (uint32_t rank = 0; rank < ranks; ++rank) {
+      // Its own it may empty.
+      if (rank == victim) continue;
+      for (auto& vector : reduction.buffers[rank])
+        words.insert(words.end(), vector.word, vector.word + 4);
     }
     return words;
   });
@@ -467,9 +454,15 @@ int main(int argc, char** argv) {
     }
   } else if (strcmp(mode, "barrier") == 0) {
     for (bool all : {true, false}) barriers(ranks, victim, all);
-  } else if (strcmp(mode, "lamport") == 0) {
-    for (uint32_t point = 0; point < 2; ++point) {
-      for (bool all : {true, false}) lamport(victim, point, all);
+  } else if (strcmp(mode, "allreduce") == 0) {
+    for (uint32_t point = 0; point < 3; ++point) {
+      for (bool two_shots : {false, true}) {
+        for (bool all : {true, false}) {
+          reductions(ranks, 1, victim, point, two_shots, all);
+          // Where one block of a rank waits for another one's sums.
+          if (point == 0) reductions(ranks, 2, victim, point, two_shots, all);
+        }
+      }
     }
   } else if (strcmp(mode, "moments") == 0) {
     moments();

@@ -17,8 +17,8 @@
 #include <thread>
 #include <vector>
 
+#include "comm_core/allreduce.cuh"
 #include "comm_core/barrier.cuh"
-#include "comm_core/lamport.cuh"
 
 constexpr uint32_t kWindows = 2;
 constexpr uint32_t kSlotBytes = 96;   // the most that one rank sends to another in an epoch
@@ -119,6 +119,79 @@ struct World {
       for (uint32_t b = 0; b < blocks; ++b) threads.emplace_back(block, rank, b);
     }
     for (auto& thread : threads) thread.join();
+  }
+};
+
+// Buffers of the all-reduce, and one call of it: the protocol of include/comm_core/allreduce.cuh as
+// its kernels go through it, with a thread for a block.
+struct Reduction {
+  static constexpr uint64_t kHalf = 64;  // vectors
+
+  World& world;
+  std::vector<std::vector<comm::Vector>> buffers;
+
+  explicit Reduction(World& world) : world(world), buffers(world.ranks) {
+    for (auto& buffer : buffers) {
+      buffer.resize(comm::kLamportHalves * kHalf);
+      for (auto& vector : buffer) comm::lamport_rearm(&vector);
+    }
+  }
+
+  comm::ReduceParams params(uint32_t rank, const void* input, void* output, uint64_t bytes,
+                            bool two_shots, uint64_t timeout_ns) {
+    comm::ReduceParams p = {};
+    p.session.rank = rank;
+    p.session.world_size = world.ranks;
+    p.session.poison = 1;
+    for (uint32_t peer = 0; peer < world.ranks; ++peer) {
+      p.session.signals[peer] = world.signals[peer];
+      p.buffers[peer] = buffers[peer].data();
+    }
+    p.session.record = &world.records[rank];
+    p.session.timeout_ns = timeout_ns;
+    p.input = input;
+    p.output = output;
+    p.vectors = (bytes + 15) / 16;
+    p.tail_bytes = uint32_t(bytes - (p.vectors - 1) * 16);
+    p.half_vectors = kHalf;
+    p.two_shots = two_shots;
+    p.slot_vectors = two_shots ? (p.vectors + world.ranks - 1) / world.ranks : p.vectors;
+    p.operation = 10;
+    return p;
+  }
+
+  // `at(point)` is called before anything (0), after the first stores (1), and, in two shots, after
+  // the sums of the own part (2); it returns whether to go on.
+  template <class T, class At>
+  comm::Wait call(const comm::ReduceParams& p, uint32_t block, uint32_t blocks, At at) {
+    if (!at(0)) return comm::Wait::kAborted;
+    comm::Member m = comm::enter(p);
+    if (p.two_shots && m.good() && block == 0) comm::announce_to_all(m.call, 0, 0);
+    if (m.good() && p.two_shots) {
+      comm::scatter_operand<T, true>(m, block, blocks);
+    } else if (m.good()) {
+      for (uint64_t index = block; index < p.vectors; index += blocks) {
+        comm::Vector own[1];
+        comm::load_operands<T, true, 1>(p, index, 0, 1, own);
+        comm::send_to_all<1>(m, index, 0, 1, own);
+      }
+    }
+    comm::count_block(m, blocks);
+    m.call.deadline_ns = comm::now_ns() + p.session.timeout_ns;
+    at(1);
+    if (p.two_shots) comm::reduce_own_part<T, true, 2>(m, block, blocks);
+    at(2);
+    for (uint64_t index = block; index < p.vectors; index += blocks) {
+      comm::Vector sums[1];
+      if (p.two_shots) {
+        comm::take_sums<1>(m, index, 0, 1, sums);
+      } else {
+        comm::sum_slots<T, true, 1, 4>(m, index, index, 0, 1, sums);
+      }
+      comm::store_output(p, index, sums[0]);
+    }
+    comm::leave_call(m);
+    return m.wait;
   }
 };
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from comm_core.allreduce.backend import AllReduceBackend
 from comm_core.jit.spec import ModuleSpec
 from comm_core.plugins import hookimpl
 from comm_core.transport.interface import Transport
+from comm_nvlink.allreduce import ALLREDUCE, TrtllmAllReduce
 from comm_nvlink.launch import ULYSSES
 from comm_nvlink.pool import POOL
 from comm_nvlink.transport import NvlinkTransport
@@ -26,9 +28,14 @@ class NvlinkPlugin:
         return (NvlinkTransport(),)
 
     @hookimpl
+    def comm_allreduce(self) -> Sequence[AllReduceBackend]:
+        """Return the one all-reduce backend."""
+        return (TrtllmAllReduce(),)
+
+    @hookimpl
     def comm_modules(self) -> Sequence[ModuleSpec]:
-        """Return the modules of the exchange and of the memory pool."""
-        return (ULYSSES, POOL)
+        """Return the modules of the exchange, of the memory pool and of the all-reduce."""
+        return (ULYSSES, POOL, ALLREDUCE)
 
 
 plugin = NvlinkPlugin()

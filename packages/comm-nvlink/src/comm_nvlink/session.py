@@ -146,8 +146,8 @@ class NvlinkSession(WindowSession):
 
     # Set-up
 
-    def _allocate(self, stages: Transaction, staging_bytes: int) -> None:
-        size = self._group.size
+    def _allocate(self, stages: Transaction) -> None:
+        size, staging_bytes = self._group.size, self._staging_bytes
         # The staging of large exchanges, where there can be any, and doubled staging for small ones: apart, because a
         # small one is stored while its receiver may still be copying a large one out.
         needed = -(-max(staging_bytes, _GATHER_BYTES * size) // 512) * 512
@@ -170,7 +170,7 @@ class NvlinkSession(WindowSession):
             _log.warning("the copy engines are not used, so large exchanges are some 5 %% slower: %s", boards)
 
     def clear_signals(self) -> None:
-        """See `WindowSession.clear_signals`; the flags of slices and chunks too."""
+        """See `SignalSession.clear_signals`: the flags of this transport as well."""
         with _cuda.device_guard(self._device):
             self._flags.local[:FLAG_BYTES].zero_()
         super().clear_signals()

@@ -104,6 +104,9 @@ class PcieTransport(Transport):
         """See `Transport.open`. A route over NICs that was not forced and can't be opened gives way to copies."""
         agreed = cast("JsonObject", plan)
         requested, reason = str(agreed["requested_route"]), str(agreed["route_reason"])
+        if not requested.startswith("prefer-"):
+            # Nobody has preferred another route: that there are no NICs is in the decision, and no fallback.
+            reason = ""
         # In a step, because where warnings are errors they are those of one rank.
         stages.step("warn", lambda: _warn(requested, reason))
         modules = self.prepare(stages, request, agreed, device)
@@ -251,7 +254,7 @@ def _warn(requested: str, reason: str) -> None:
         "backend 'pcie' is experimental: it has been run on few machines. It tests every link before it is used",
         ExperimentalWarning,
     )
-    if reason and requested.startswith("prefer-"):
+    if reason:
         _warn_of_route(requested, reason)
 
 

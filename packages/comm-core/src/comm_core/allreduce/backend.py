@@ -10,7 +10,6 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from comm_core._dtypes import dtype_name
 from comm_core._json import JsonObject
 from comm_core.allreduce.patterns import AllReduceFusionPattern, QuantizationSFLayout
 from comm_core.transport.interface import Candidate, Request
@@ -118,6 +117,9 @@ class FusionCall:
     @property
     def geometry(self) -> JsonObject:
         """Everything that must be equal on all ranks, for the checked mode."""
+        # Imported here: it imports torch, and plugins that describe a backend must be cheap to import.
+        from comm_core._dtypes import dtype_name
+
         return {
             "pattern": self.pattern.name,
             "tokens": self.tokens,

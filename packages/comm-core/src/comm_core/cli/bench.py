@@ -99,3 +99,58 @@ def ulysses(
         timeout_s=timeout,
     )
     raise typer.Exit(command.run(chosen))
+
+
+@app.command()
+def allreduce(
+    backend: Annotated[
+        list[str] | None,
+        typer.Option("--backend", "-b", metavar="NAME", help="A backend; may be repeated. [all that can be used]"),
+    ] = None,
+    tokens: Annotated[
+        list[int] | None, typer.Option("--tokens", "-t", min=1, metavar="N", help="Rows; may be repeated.")
+    ] = None,
+    hidden: Annotated[int | None, typer.Option("--hidden", min=8, metavar="N", help="[8192; 256 on the CPU]")] = None,
+    where: Annotated[
+        _Where | None,
+        typer.Option("--where", help="A GPU for each rank, or all ranks on one. [links if there are several]"),
+    ] = None,
+    ranks: Annotated[
+        int | None, typer.Option("--ranks", "-n", min=2, metavar="N", help="[one for each GPU, or 2]")
+    ] = None,
+    device: Annotated[
+        _Device, typer.Option("--device", help="auto takes CUDA where torch sees a GPU.")
+    ] = _Device.auto,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes and batches.")] = False,
+    compare: Annotated[
+        bool, typer.Option("--compare/--no-compare", help="Also measure NCCL and torch's symmetric memory.")
+    ] = True,
+    json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE", help="Draw times over sizes; needs matplotlib.")
+    ] = None,
+    timeout: Annotated[
+        float, typer.Option("--timeout", min=1.0, max=3600.0, metavar="S", help="Seconds that a part may take.")
+    ] = 120.0,
+) -> None:
+    """Measure the all-reduce of every backend, alone and with residual and norm, beside NCCL, torch and the floor.
+
+    Starts its own ranks, or uses those that torchrun has started. Every sum is compared by value before it is timed.
+    Exits with 1 if something that was asked for by name failed; a missed goal is no failure.
+    """
+    from comm_core.bench import allreduce_command
+
+    chosen = allreduce_command.Options(
+        backends=tuple(backend or ()),
+        tokens=tuple(tokens or ()),
+        hidden=hidden,
+        where=None if where is None else where.value,
+        device=device.value,
+        ranks=ranks,
+        quick=quick,
+        compare=compare,
+        json=json,
+        plot=plot,
+        timeout_s=timeout,
+    )
+    raise typer.Exit(allreduce_command.run(chosen))

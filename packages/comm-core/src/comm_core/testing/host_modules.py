@@ -17,11 +17,19 @@ from pathlib import Path
 import comm_core
 from comm_core.jit.spec import ModuleSpec
 
-__all__ = ["HOST_WINDOWS", "compile_for_host"]
+__all__ = ["FIBERS", "HOST_WINDOWS", "compile_for_host", "compile_with_fibers"]
 
 _CORE = Path(comm_core.__file__).parent
 HOST_WINDOWS = Path(__file__).with_name("host_windows.h")
 """The kernels of windows as host functions."""
+
+FIBERS = Path(__file__).with_name("fiber_cuda.h")
+"""CUDA on a host, for kernels that run as they are."""
+_FIBER_FLAGS = (
+    *("-std=c++17", "-O2", "-ffp-contract=off", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE", "-fPIC", "-shared"),
+    *("-Wall", "-Wno-unknown-pragmas", "-Wno-unused-function", "-Wno-maybe-uninitialized", "-Werror"),
+)
+"""Without contraction, as the intrinsics on the device; warnings of unrolling mean nothing here."""
 
 _LAUNCH = re.compile(r"([\w:]+)<<<(.+?),([^,]+),([^,]+),([^,]+?)>>>\(", re.DOTALL)
 _SECONDS = 120
@@ -53,5 +61,23 @@ def compile_for_host(
     library = folder / f"{spec.name}.so"
     includes = [f"-I{_CORE / 'include'}", f"-I{_CORE.parent}", f"-I{package / 'include'}"]
     command = ["g++", "-std=c++17", "-O1", "-fPIC", "-shared", *includes, "-o", str(library), *made, *flags]
+    subprocess.run(command, check=True, timeout=_SECONDS)
+    return library
+
+
+def compile_with_fibers(spec: ModuleSpec, package: Path, folder: Path, *, flags: Sequence[str] = ()) -> Path:
+    """Compile a module with its real kernels for the host, a fiber for each thread; return the library.
+
+    Args:
+        spec: the module.
+        package: the folder of the package that it belongs to.
+        folder: where the library goes.
+        flags: further flags of the compiler.
+    """
+    source, library = folder / f"{spec.name}_fibers.cpp", folder / f"{spec.name}_fibers.so"
+    lines = [f'#include "{path}"' for path in (FIBERS, *(package / item for item in spec.sources))]
+    source.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    includes = [f"-I{_CORE / 'include'}", f"-I{package / 'include'}"]
+    command = ["g++", *_FIBER_FLAGS, *includes, *flags, str(source), "-o", str(library)]
     subprocess.run(command, check=True, timeout=_SECONDS)
     return library

@@ -44,6 +44,7 @@ class Operation(IntEnum):
     SCATTER_QKV_HEAD_CHUNK = 7
     GATHER_OUTPUT_HEAD_CHUNK = 8
     OTHER = 9
+    ALLREDUCE = 10
 
     @property
     def text(self) -> str:

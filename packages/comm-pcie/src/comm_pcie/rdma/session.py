@@ -325,6 +325,11 @@ class RdmaSession(TransportSession):
         self.check()
         return self._port.windows.window(nbytes)
 
+    def launch_context(self) -> tuple[int, int]:
+        """See `WindowSession.launch_context`: kernels that store into windows go over the GPUs' mapped memory."""
+        self.check()
+        return self._port.windows.launch_context()
+
     def allocate_output(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return a registered output, the only kind that exchanges take, with its landing buffer. Collective.
 

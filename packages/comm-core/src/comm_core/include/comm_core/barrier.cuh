@@ -127,10 +127,12 @@ COMM_HD void announce_to_all(const Call& call, uint32_t window, uint64_t offset)
 }
 
 // Whom to name when `waited_for` did not come in time: rather a rank that has not even started this
-// operation, because that may be what `waited_for` is waiting for.
+// operation, because that may be what `waited_for` is waiting for. It may be this rank itself, one
+// of whose blocks waits for another one's work.
 COMM_HD uint32_t culprit(const Call& call, uint32_t waited_for) {
   const SignalBlock* own = own_block(call);
-  if (!reached(load_acquire(&own->ready[waited_for].epoch), call.epoch)) return waited_for;
+  if (waited_for != call.rank && !reached(load_acquire(&own->ready[waited_for].epoch), call.epoch))
+    return waited_for;
   for (uint32_t peer = 0; peer < call.world_size; ++peer) {
     if (peer != call.rank && !reached(load_acquire(&own->ready[peer].epoch), call.epoch))
       return peer;

@@ -16,19 +16,21 @@
 //    arrive in parts, so a reader waits for each of its words (`lamport_complete`).
 // 2. Every rank encodes its own operand as well, though it does not travel. Otherwise ranks would
 //    add different zeros and disagree about a sign.
-// 3. Three generations of the buffer take turns. Call n fills generation n and empties again
-//    ("re-arms") what call n - 1 filled on this rank, which all ranks fill next in call n + 2. A
-//    peer gets there only after it has read what this rank stored in call n + 1, and that was
-//    stored after call n had ended. With two generations the peer would fill in call n + 1 what
-//    this rank empties in call n, perhaps earlier.
-// 4. So a call may not store before the previous call of this rank has ended: the end of a kernel
+// 3. A word that a call fills has one reader, which empties it ("re-arms") as soon as it has read
+//    it. So a call leaves nothing behind, whatever its size, and nobody has to know what the call
+//    before it has filled.
+// 4. Two halves of the buffer take turns. A peer that fills in call n + 2 what this rank has
+//    emptied in call n gets there only after it has read what this rank stored in call n + 1, and
+//    that was stored after call n had ended. With one half the peer would fill in call n + 1 what
+//    this rank is about to empty in call n.
+// 5. So a call may not store before the previous call of this rank has ended: the end of a kernel
 //    is what completes its stores into its own memory. A kernel that is launched early
 //    (programmatic dependent launch) waits for the previous one first.
-// 5. What is re-armed is what the previous call filled, not what this one fills: calls differ in
-//    size.
-// 6. Which generation is next is device-resident (a replayed graph goes on with it) and counts 0,
-//    1, 2, 0: a call number modulo three would stumble where the number wraps.
+// 6. Which half is next is device-resident (a replayed graph goes on with it): the parity of a
+//    count of calls.
 // 7. All ranks make the same calls, in the same order, of the same sizes.
+//
+// Who waits, how long, and what for is the caller's: see allreduce.cuh.
 #pragma once
 
 #include <stdint.h>
@@ -37,7 +39,7 @@
 
 namespace comm {
 
-constexpr uint32_t kLamportGenerations = 3;
+constexpr uint32_t kLamportHalves = 2;
 
 // The pattern: -0.0 as a float; as a pair of 16-bit floats, -0.0 in the upper half and +0.0 in the
 // lower.
@@ -48,26 +50,6 @@ struct alignas(16) Vector {
 };
 
 static_assert(sizeof(Vector) == 16, "what one load moves");
-
-// What a rank knows of its own receive buffer, in its device memory, zero at the start. The buffer
-// itself is empty at the start: every word of all generations is `kLamportEmpty`.
-struct alignas(kLineBytes) LamportState {
-  uint32_t generation;  // that the next call fills
-  uint32_t previous;    // vectors that the last call filled, in each rank's slot
-  uint32_t exits;       // blocks of the running call that are through
-  uint32_t unused[29];
-};
-
-static_assert(sizeof(LamportState) == kLineBytes, "one line, one writer");
-
-// The generation that the last call filled, and this one re-arms.
-COMM_HD uint32_t lamport_previous(uint32_t generation) {
-  return generation == 0 ? kLamportGenerations - 1 : generation - 1;
-}
-
-COMM_HD uint32_t lamport_next(uint32_t generation) {
-  return generation == kLamportGenerations - 1 ? 0 : generation + 1;
-}
 
 // Memory operations on vectors: each word by itself is a relaxed access at system scope.
 
@@ -126,59 +108,6 @@ COMM_HD void lamport_publish(Vector* slot, const Vector& encoded) { store_vector
 // Empty a vector of this rank's own buffer.
 COMM_HD void lamport_rearm(Vector* slot) {
   store_vector(slot, {{kLamportEmpty, kLamportEmpty, kLamportEmpty, kLamportEmpty}});
-}
-
-// Wait for one vector of each of `kRanks` ranks: that of rank r comes to `first[r * stride]`. This
-// rank's own does not travel; it stays in values[rank] as the caller put it. One thread.
-//
-// All loads of a round are under way together, so the time is that of the last to arrive and not
-// the sum. On a failure `missing` is the first rank of which something is missing, and values are
-// undefined.
-template <uint32_t kRanks>
-COMM_HD Wait lamport_collect(const Vector* first, uint64_t stride, uint32_t rank,
-                             Vector (&values)[kRanks], const uint32_t* abort, uint64_t deadline_ns,
-                             uint32_t* missing) {
-  while (true) {
-    uint64_t now = 0;
-#if defined(__CUDA_ARCH__)
-#pragma unroll 1  // see wait_flag
-#endif
-    for (uint32_t spin = 0; spin <= kSpinsPerCheck; ++spin) {
-      // The last look of a round comes after the clock, see wait_flag.
-      if (spin == kSpinsPerCheck) {
-        if (load_relaxed(abort) != 0) return Wait::kAborted;
-        now = now_ns();
-      }
-#if defined(__CUDA_ARCH__)
-#pragma unroll
-#endif
-      for (uint32_t peer = 0; peer < kRanks; ++peer) {
-        if (peer != rank) values[peer] = load_vector(first + peer * stride);
-      }
-      uint32_t absent = kRanks;
-#if defined(__CUDA_ARCH__)
-#pragma unroll
-#endif
-      for (uint32_t i = 0; i < kRanks; ++i) {
-        uint32_t peer = kRanks - 1 - i;
-        if (peer != rank && !lamport_complete(values[peer])) absent = peer;
-      }
-      if (absent == kRanks) return Wait::kReached;
-      *missing = absent;
-      COMM_SPIN();
-    }
-    if (now >= deadline_ns) return Wait::kTimedOut;
-  }
-}
-
-// Leave a call that filled `filled` vectors of each slot, one thread of each of its `blocks`
-// blocks, after the block's last re-arm: the last one turns to the next generation. Every block has
-// read the state before it leaves.
-COMM_HD bool lamport_leave(LamportState* state, uint32_t blocks, uint32_t filled) {
-  if (!last_part(&state->exits, blocks)) return false;
-  state->previous = filled;
-  state->generation = lamport_next(state->generation);
-  return true;
 }
 
 }  // namespace comm

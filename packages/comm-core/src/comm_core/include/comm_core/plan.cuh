@@ -44,7 +44,9 @@ COMM_HD const PlanEntry* plan_entries(const PlanTable* table) {
 COMM_HD void locate_row(const PlanEntry& entry, uint32_t row, uint64_t* source, uint64_t* target) {
   uint64_t from = entry.source_offset;
   uint64_t to = entry.target_offset;
+#if defined(__CUDA_ARCH__)
 #pragma unroll
+#endif
   for (int level = kMaxLevels - 1; level > 0; --level) {
     if (entry.repeat[level] > 1) {
       uint32_t outer = row / entry.repeat[level];

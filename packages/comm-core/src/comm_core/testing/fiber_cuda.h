@@ -1,11 +1,12 @@
-// CUDA on a host, as much of it as the kernels of this package use: the threads of a block are
+// CUDA on a host, as much of it as the kernels of this project use: the threads of a block are
 // fibers that run in turn, blocks run one after the other, device memory is host memory, a launch
 // runs at once.
 //
-// A test puts this before csrc/sage2.cu and compiles both with a host compiler. What runs is the
-// real code of the kernels, apart from the few lines that are written in PTX. Ranks may be threads.
-// Blocks that wait for blocks of their own launch would hang; those that wait for other ranks
-// don't, if they are launched one block at a time.
+// A test puts this before a module's source and compiles both with a host compiler
+// (comm_core/testing/host_modules.py, compile_with_fibers). What runs is the real code of the
+// kernels, apart from the few lines that are written in PTX. Ranks may be threads. Blocks that wait
+// for blocks of their own launch would hang; those that wait for the same blocks of other ranks
+// don't. There are no clusters.
 #pragma once
 
 #define __CUDACC__ 1
@@ -28,7 +29,8 @@
 
 #include <vector>
 
-#define COMM_SPIN() sched_yield()
+#define COMM_SPIN() host_spin()
+#define COMM_DYNAMIC_SHARED(type, name) type* name = reinterpret_cast<type*>(host::shared.data())
 
 struct dim3 {
   unsigned x, y, z;
@@ -52,11 +54,20 @@ inline const char* cudaGetErrorName(cudaError_t) { return ""; }
 inline cudaError_t cudaGetDevice(int* device) { return *device = 0; }
 inline cudaError_t cudaFuncGetAttributes(cudaFuncAttributes*, const void*) { return 0; }
 
-enum { cudaLaunchAttributeProgrammaticStreamSerialization = 6 };
+enum {
+  cudaLaunchAttributeClusterDimension = 4,
+  cudaLaunchAttributeProgrammaticStreamSerialization = 6
+};
+enum { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
+template <class Kernel>
+cudaError_t cudaFuncSetAttribute(Kernel, int, int) {
+  return cudaSuccess;
+}
 struct cudaLaunchAttribute {
   int id;
   struct {
     int programmaticStreamSerializationAllowed;
+    dim3 clusterDim;
   } val;
 };
 struct cudaLaunchConfig_t {
@@ -107,6 +118,7 @@ struct Block {
 
 inline thread_local Block* block;  // the running one
 inline thread_local uint64_t launches = 1;
+inline thread_local std::vector<uint64_t> shared;  // storage of a block whose size the launch says
 
 // Jumps, since swapcontext makes two system calls.
 inline void yield() {
@@ -205,11 +217,20 @@ void run(dim3 grid, unsigned threads, void (*kernel)(Params), const Params& para
 
 }  // namespace host
 
+// A thread that waits for another rank lets its block's other threads run: what they store may be
+// what the other rank waits for.
+inline void host_spin() {
+  if (host::block != nullptr) host::yield();
+  sched_yield();
+}
+
 template <class Params>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Params),
                                const Params& params) {
   // One bit a launch, the last one lowest: whether it may start early.
   host::launches = host::launches << 1 | config->numAttrs;
+  // Unlike a device's, it holds what reads of what nobody has written would show.
+  host::shared.assign((config->dynamicSmemBytes + 15) / 8, 0x5a5a5a5a5a5a5a5aull);
   host::run(config->gridDim, config->blockDim.x, kernel, params);
   return cudaSuccess;
 }

@@ -1,0 +1,122 @@
+"""The CUDA module of the all-reduce as Python sees it. A plugin instantiates it, see `reduce_module`.
+
+Plain data; importing this imports neither torch nor CUDA.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+from comm_core.allreduce.launch import Encoding, Launch, Shape
+from comm_core.jit.spec import ModuleSpec
+from comm_core.windows.signals import MAX_RANKS
+
+if TYPE_CHECKING:
+    from comm_core.jit import Module
+
+__all__ = ["NO_EPILOGUE", "Epilogue", "ReduceCall", "reduce_module"]
+
+_EPILOGUE = "7P3f3IQ2I"
+_DTYPES = {"float16": 0, "bfloat16": 1, "float32": 2}
+"""Twin: include/comm_core/allreduce_module.cuh, ReduceType."""
+
+
+def reduce_module(package: str) -> ModuleSpec:
+    """Return the module of a package whose ``csrc/allreduce.cu`` says ``COMM_ALLREDUCE_MODULE(<package>)``."""
+    return ModuleSpec(
+        name=f"{package}_allreduce",
+        package=package,
+        sources=("csrc/allreduce.cu",),
+        structs={
+            # stream, session, buffers, input, output; vectors of operand, half and slot; tail, two shots, operation,
+            # type, fused, blocks, threads, per thread, team, patience, early, lead, shared bytes, unused; epilogue
+            f"{package}_allreduce_args_v1": f"II5P3Q14I{_EPILOGUE}0Q",
+            # see comm_core.windows.launch
+            "comm_core_session_v1": f"II2I{MAX_RANKS}Q3Q0Q",
+        },
+        entry_points={f"{package}_allreduce_v1": f"{package}_allreduce_args_v1"},
+        # Kernels of several types in one file: for both cores of a small machine.
+        flags=("--split-compile=2",),
+    )
+
+
+class Epilogue(NamedTuple):
+    """What follows the sum; addresses are 0 for what is not wanted. Twin: include/comm_core/epilogue.cuh."""
+
+    residual_in: int = 0
+    residual_out: int = 0
+    gamma: int = 0
+    norm_out: int = 0
+    quant_out: int = 0
+    scale_out: int = 0
+    scale: int = 0
+    scale_value: float = 0.0
+    eps: float = 0.0
+    weight_bias: float = 0.0
+    encoding: int = Encoding.NONE
+    layout: int = 0
+    group_vectors: int = 0
+    rows: int = 0
+    row_vectors: int = 0
+    hidden: int = 0
+
+
+NO_EPILOGUE = Epilogue()
+
+
+class ReduceCall:
+    """The entry point of a loaded module, with what one session passes every time.
+
+    Args:
+        module: of `reduce_module`.
+        buffers: host address of the addresses of all ranks' buffers.
+        half_vectors: vectors of half a buffer.
+        operation: number for the record of a stall.
+    """
+
+    def __init__(self, module: Module, buffers: int, half_vectors: int, operation: int) -> None:
+        (entry_point,) = module.spec.entry_points
+        self._call: Callable[..., None] = module.bind(entry_point)
+        self._buffers, self._half_vectors, self._operation = buffers, half_vectors, operation
+
+    def __call__(
+        self,
+        stream: int,
+        session: int,
+        source: int,
+        output: int,
+        dtype: str,
+        shape: Shape,
+        launch: Launch,
+        epilogue: Epilogue = NO_EPILOGUE,
+        *,
+        early: bool = False,
+        lead: bool = False,
+    ) -> None:
+        """Launch one all-reduce; see include/comm_core/allreduce_module.cuh, ReduceArgs."""
+        self._call(
+            stream,
+            session,
+            self._buffers,
+            source,
+            output,
+            shape.vectors,
+            self._half_vectors,
+            shape.slot_vectors,
+            shape.tail_bytes,
+            shape.two_shots,
+            self._operation,
+            _DTYPES[dtype],
+            epilogue is not NO_EPILOGUE,
+            launch.blocks,
+            launch.threads,
+            launch.per_thread,
+            launch.team,
+            launch.patience_ns,
+            early,
+            lead,
+            launch.shared_bytes,
+            0,
+            *epilogue,
+        )
