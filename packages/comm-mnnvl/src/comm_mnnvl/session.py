@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from comm_core import _cuda
 from comm_core.consensus import joint
-from comm_core.errors import UnsupportedError
+from comm_core.errors import ClosedError, UnsupportedError
 from comm_core.group import Group
 from comm_core.memory.detach import Lifecycle, attach_jointly, check_detachable, detach_jointly
 from comm_core.windows.session import WindowSession
@@ -78,10 +78,12 @@ class MnnvlSession(WindowSession):
 
         Raises:
             CheckpointError: the memory is detached, or a checkpoint or restore failed half-way.
+            ClosedError: it was closed, or closing it failed: peers may be unmapped already.
             PeerStalledError: as there.
         """
         if not self._usable:
             self._lifecycle.check("a call")
+            raise ClosedError(f"a call: closing {_WHAT} has begun and is not over; call close on every rank again")
         super().check()
 
     def checkpoint_prepare(self) -> None:
@@ -91,7 +93,7 @@ class MnnvlSession(WindowSession):
             self._check_capture()
             # What was launched ends, by its deadline at the latest; a stall is told before anything is taken away.
             _cuda.synchronize(self._device)
-            super(MnnvlSession, self).check()
+            self.check()
             check_detachable(self.allocations())
 
         def detach(group: Group) -> None:
@@ -135,6 +137,7 @@ class MnnvlSession(WindowSession):
         elif self.state == "failed":
             _log.warning("%s: %d bytes are kept until this process ends", _WHAT, self.abandon())
         elif self.state != "closed":
+            self._usable = False
             super().close(timeout_s)
         self._usable = False
         self._lifecycle.close()
