@@ -38,7 +38,7 @@ class TestModules(CudaModulesContract):
 
     package = comm_mnnvl
     modules = (ALLREDUCE,)
-    # The goal is 15 s on two cores, so up to 30 of a processor; on an idle machine it takes 6, on a busy one twice that.
+    # The goal is 15 s on two cores, up to 30 of a processor; an idle machine takes 6, a busy one twice that.
     first_build_s = 20.0
     describing = "from comm_mnnvl.plugin import plugin; plugin.comm_modules()"
     # Compiled for every architecture as that of comm-nvlink, from which it differs in its name; it has no headers.

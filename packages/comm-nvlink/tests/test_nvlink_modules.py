@@ -24,7 +24,7 @@ class TestModules(CudaModulesContract):
 
     package = comm_nvlink
     modules = (ULYSSES, POOL, ALLREDUCE)
-    # The goal is 15 s on two cores, so up to 30 of a processor; on an idle machine it takes 10, on a busy one twice that.
+    # The goal is 15 s on two cores, up to 30 of a processor; an idle machine takes 10, a busy one twice that.
     first_build_s = 20.0
     describing = "from comm_nvlink.plugin import plugin; plugin.comm_modules()"
 
