@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -183,3 +184,37 @@ def test_whatever_stands_for_ranks_is_a_group() -> None:
     for wrong in ("gloo", 5.0, object()):
         with pytest.raises(ArgumentTypeError):
             group_of(wrong)  # type: ignore[arg-type]
+
+
+def in_step(group: Group, log: list[str]) -> bool:
+    """Rank 0 is slow with every step; nobody may be at the next one meanwhile."""
+    (mapped,), teardown = make(group, 5000)
+    memory: Any = mapped.memory
+
+    def noted(name: str) -> None:
+        original = getattr(memory, name)
+
+        def run() -> None:
+            if group.rank == 0:
+                threading.Event().wait(0.2)
+            original()
+            log.append(name)
+
+        setattr(memory, name, run)
+
+    steps = ("settle", "detach_peers", "detach")
+    for name in steps:
+        noted(name)
+    detach_jointly(group, "going", [mapped])
+    for name in steps:
+        delattr(memory, name)
+    attach_jointly(group, "coming", [mapped])
+    teardown.close()
+    return True
+
+
+def test_nobody_gives_memory_up_while_somebody_has_it_mapped(driver: FakeDriver) -> None:
+    """E4: nor unmaps it while a device may still write it: each step is over everywhere before the next."""
+    log: list[str] = []
+    assert run_threads(2, in_step, log) == [True, True]
+    assert log == ["settle"] * 2 + ["detach_peers"] * 2 + ["detach"] * 2

@@ -6,6 +6,7 @@ Over a fake driver: nothing here, and no test on a GPU, makes a multicast object
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -81,6 +82,38 @@ def test_who_asks_for_it_gets_an_address_that_stays(cluster: Any, hosts: int, pe
         "cuMulticastBindMem": 3 * size,
         "cuMulticastUnbind": 3 * size,
     }
+
+
+def in_step(group: Group, cluster: Any, log: list[str]) -> bool:
+    """Rank 0's device is slow."""
+    with buffer(group, cluster) as made:
+        memory = made.mcast_device_memory
+        multicast: Any = memory._multicast
+        wait, vacate = multicast._device.synchronize, multicast.vacate
+
+        def slow() -> None:
+            if group.rank == 0:
+                threading.Event().wait(0.2)
+            wait()
+            log.append("wait")
+
+        def noted() -> None:
+            log.append("vacate")
+            vacate()
+
+        multicast._device.synchronize, multicast.vacate = slow, noted
+        memory.checkpoint_prepare()
+        multicast._device.synchronize, multicast.vacate = wait, vacate
+        memory.checkpoint_restore(group)
+        return True
+
+
+def test_nobody_unbinds_what_a_device_may_still_store_through(cluster: Any) -> None:
+    """E4: all devices are waited for first, on all ranks."""
+    made, log = cluster(1, 2), list[str]()
+    assert run_threads(2, in_step, made, log) == [True, True]
+    assert log == ["wait"] * 2 + ["vacate"] * 2
+    assert made.alive() == {}
 
 
 def without(group: Group, cluster: Any, asked: bool) -> str:

@@ -24,8 +24,8 @@ class TestModules(CudaModulesContract):
 
     package = comm_nvlink
     modules = (ULYSSES, POOL, ALLREDUCE)
-    # 15 s on two cores, of which no build uses both all the time.
-    first_build_s = 15.0
+    # The goal is 15 s on two cores, up to 30 of a processor; an idle machine takes 10, a busy one twice that.
+    first_build_s = 20.0
     describing = "from comm_nvlink.plugin import plugin; plugin.comm_modules()"
 
     def test_the_plugin_lists_them(self) -> None:

@@ -246,9 +246,9 @@ class World:
         raw = None if address is None else gid(address)
         assert self._library.emu_set_gid(nic.encode(), index, raw, kind, ifindex) == 0
 
-    def event(self, nic: str, kind: int) -> None:
+    def event(self, nic: str, kind: int, port: int = 1) -> None:
         """Send an event (enum ibv_event_type) to a NIC's users; one about a queue pair is about their first."""
-        assert self._library.emu_event(nic.encode(), kind) > 0
+        assert self._library.emu_event(nic.encode(), kind, port) > 0
 
     def reap(self) -> int:
         """Free what processes that ended left behind; return how many devices they had open."""
@@ -287,7 +287,7 @@ def bound(library: Path) -> ctypes.CDLL:
         "emu_reap": (),
         "emu_set_port": (text, number, number),
         "emu_set_gid": (text, number, text, number, number),
-        "emu_event": (text, number),
+        "emu_event": (text, number, number),
     }.items():
         getattr(loaded, name).argtypes = list(arguments)
     return loaded

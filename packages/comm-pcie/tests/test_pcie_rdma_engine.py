@@ -394,7 +394,7 @@ def test_the_interpreter_runs_while_an_exchange_waits(make_world: Any, api: Verb
 
 
 def test_posting_and_polling_cost_little(make_world: Any, api: VerbsApi) -> None:
-    """The goal is 20 µs for seven peers (``rdma_cost.py`` prints it); a loaded machine gets ten times that."""
+    """20 µs for seven peers (``rdma_cost.py`` prints it): the best tenth, since others use the machine as well."""
     make_world(1, copies=False)
     shape = Shape("scatter_heads", 8, 256, 1024)
     engine, pair, _ = ranks_of.loopback(api, shape.nbytes)
@@ -405,7 +405,7 @@ def test_posting_and_polling_cost_little(make_world: Any, api: VerbsApi) -> None
         outcome = pair.exchange(geometry, epoch, LONG)
         assert (outcome.kind, outcome.sends, outcome.receives) == (Kind.OK, 7, 7)
         samples.append(outcome.elapsed_ns)
-    assert statistics.median(samples) <= 200_000
+    assert statistics.quantiles(samples, n=10)[0] <= 20_000
     assert engine.quiesce(LONG).teardown_safe
     pair.close()
     engine.close()

@@ -292,6 +292,28 @@ def test_a_rank_that_stays_away_is_named_at_the_deadline(ranks: RankPool, fabric
     assert all(1.0 <= seconds < AT_ONCE_S for _, _, seconds in found)
 
 
+def numbers_differ(group: Any) -> tuple[str, str]:
+    with host.installed():
+        comm = host.communicator(group)
+        session = host.session_of(comm)
+        x, out, _ = example(comm)
+        exchanged(comm, 1)
+        # As after a call that the other rank has not made.
+        session._epoch += comm.rank
+        with pytest.raises(TransportError) as broken:
+            comm.scatter_heads(x, out=out)
+        comm.close()
+        return type(broken.value).__name__, str(broken.value)
+
+
+def test_ranks_at_different_exchanges_are_told(ranks: RankPool, fabric: Any) -> None:
+    """Two in the self-test and one before: the fourth of one rank is the fifth of the other."""
+    found = ranks.run(numbers_differ, ranks=2, env=fabric.environment())
+    texts = " ".join(text for _, text in found)
+    assert "are the ranks at different calls?" in texts, found
+    assert any(f"message 0x{0x80000000 | number:x}" in texts for number in (4, 5)), found
+
+
 def loses_a_message(group: Any) -> tuple[str, str, bool]:
     with host.installed():
         comm = host.communicator(group)

@@ -34,7 +34,7 @@ SHORT = 300_000_000
 """For what must run out, and long enough for whoever must not."""
 SHAPE = Shape("gather_heads", 3, 6, 32)
 ENOMEM = 12
-QP_FATAL, DEVICE_FATAL, SM_CHANGE = 1, 8, 13
+QP_FATAL, DEVICE_FATAL, PORT_ERR, SM_CHANGE = 1, 8, 10, 13
 
 
 @pytest.fixture(scope="module")
@@ -242,6 +242,24 @@ def test_ranks_with_different_shapes_say_so(world: Any, api: VerbsApi) -> None:
     ranks.close()
 
 
+def test_a_second_message_of_one_rank_is_not_taken_for_another_s(world: Any, api: VerbsApi) -> None:
+    """Rank 1 makes the same exchange twice while rank 0 waits for rank 2, whose message is lost."""
+    world.rule("drop verb=write_imm nic=mlx5_2 peer=mlx5_0")
+    ranks = Ranks(api, 3, SHAPE.nbytes)
+    geometry = Shape("exchange_chunks", 3, 2, 8).geometry
+
+    def call(rank: int) -> list[Any]:
+        first = ranks.pairs[rank].exchange(geometry(rank), 5, SHORT if rank == 2 else LONG)
+        if rank != 1:
+            return [first]
+        return [first, ranks.pairs[1].exchange(geometry(1), 5, SHORT)]
+
+    (waiting,), (first, _), _ = ranks.each(call)
+    assert first.ok and waiting.kind is Kind.PROTOCOL and waiting.peer == 1, (waiting, first)
+    assert "expected one message" in waiting.reason and waiting.receives == 1
+    ranks.close()
+
+
 def test_a_message_before_its_time_is_no_description(world: Any, api: VerbsApi) -> None:
     """Without the opening barrier a peer may write by a key that is being described: that is said, not survived."""
     ranks = Ranks(api, 3, SHAPE.nbytes)
@@ -309,12 +327,13 @@ def test_an_event_between_calls_is_seen_without_a_call(world: Any, api: VerbsApi
 
 
 def test_events_that_end_nothing_are_counted(world: Any, api: VerbsApi) -> None:
-    """Another interface's GID, a new subnet manager, the port that comes up."""
+    """Another interface's GID, a new subnet manager, another port that goes down."""
     ranks = Ranks(api, 3, SHAPE.nbytes)
     world.set_gid("mlx5_0", 5, "10.0.9.9")
     world.event("mlx5_0", SM_CHANGE)
     world.set_gid("mlx5_0", 5, None)
-    until(lambda: ranks.engines[0].counters.events == 3)
+    world.event("mlx5_0", PORT_ERR, port=2)
+    until(lambda: ranks.engines[0].counters.events == 4)
     ranks.run(SHAPE)
     assert [engine.problem for engine in ranks.engines] == ["", "", ""]
     ranks.close()

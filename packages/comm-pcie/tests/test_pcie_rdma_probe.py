@@ -170,11 +170,26 @@ def test_pyverbs_gives_the_record_that_sysfs_gives(faked_pyverbs: None, tmp_path
     table = [USUAL[0], USUAL[1], (EMPTY, None, ""), USUAL[3]]
     sysfs.add_nic(root, dev, "mlx5_0", PATH, table, numa=1, ifindex=5)
     sysfs.add_nic(root, dev, "mlx5_1", PATH.replace("18", "19"), USUAL, node=False)
-    found = PyverbsProbe(root).facts()
+    found = PyverbsProbe(root, dev).facts()
     assert found.source == "pyverbs" and found.nics[0] == SysfsProbe(root, dev).facts().nics[0]
     assert "can't be opened" in found.nics[1].pcie_error and found.nics[1].pci_path.endswith("0000:19:00.0")
     assert _Context.opened == 0
     assert probe_rdma(root, dev).source == "pyverbs"
+
+
+def test_devices_that_libibverbs_leaves_out_are_shown_with_the_reason(faked_pyverbs: None, tmp_path: Path) -> None:
+    """J7: it does not list devices without nodes, nor those without a provider; sysfs does, and so do both probes."""
+    root, dev = tmp_path / "sys", tmp_path / "dev"
+    table = [USUAL[0], USUAL[1], (EMPTY, None, ""), USUAL[3]]
+    for number in (0, 1, 2, 10):
+        path = f"pci0000:1{number}/0000:1{number}:01.0/0000:1{number}:02.0"
+        sysfs.add_nic(root, dev, f"mlx5_{number}", path, table, node=number not in (1, 2), ifindex=5)
+    found = PyverbsProbe(root, dev).facts()
+    by_sysfs = SysfsProbe(root, dev).facts()
+    assert [nic.name for nic in found.nics] == ["mlx5_0", "mlx5_1", "mlx5_2", "mlx5_10"]
+    assert (found.nics[0], found.nics[2]) == (by_sysfs.nics[0], by_sysfs.nics[2])
+    assert "uverbs2 is missing" in found.nics[2].pcie_error
+    assert "libibverbs does not list it" in found.nics[3].problem and not by_sysfs.nics[3].problem
 
 
 def test_sysfs_is_asked_where_pyverbs_finds_nothing_to_ask(
@@ -208,7 +223,7 @@ def test_the_transport_tells_nics_and_what_its_routes_were_verified_on(
     facts = [replace(r, plugins={"pcie": value}) for r, value in zip(gpu, probed, strict=True)]
     lines = PcieTransport().remarks(facts)
     assert "verified on an emulator only" in lines[0] and lines[1].startswith("mlx5_0: PCI 0000:18:00.0")
-    assert len(lines) == 2 and PcieTransport().remarks(fake.cpu_host(2)) == []
+    assert len(lines) == 2 and PcieTransport().remarks(fake.cpu_host(2)) == lines[:1]
     without = [replace(r, plugins={"pcie": {"rdma": RdmaFacts().to_json()}}) for r in gpu]
     assert PcieTransport().remarks(without)[1:] == ["no RDMA device"]
     assert "ranks 1" in PcieTransport().remarks([facts[0], without[1]])[2]

@@ -41,7 +41,7 @@ except ImportError:
     sys.path.append(sys.argv[2])
 from comm_pcie.rdma.probe import PyverbsProbe
 try:
-    print(json.dumps(PyverbsProbe(Path(sys.argv[1])).facts().to_json()))
+    print(json.dumps(PyverbsProbe(Path(sys.argv[1]), Path(sys.argv[1]).with_name("dev")).facts().to_json()))
 except ImportError as error:
     sys.exit(f"no pyverbs: {error}")
 """

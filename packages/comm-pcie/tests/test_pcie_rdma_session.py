@@ -296,6 +296,70 @@ def test_calls_follow_each_other(ranks: RankPool, fabric: Any) -> None:
     assert ranks.run(rounds, 60, ranks=4, env=fabric.environment()) == [62] * 4
 
 
+def two_at_once(group: Any) -> tuple[int, int]:
+    """Calls of two communicators in turn, one with the other's buffers as operands; then one goes on alone."""
+    with host.installed(), host.communicator(group) as comm:
+        other = host.communicator(group)
+        size, rank = comm.world_size, comm.rank
+        every = [operand(5, peer, (1, 3, size, 8), torch.uint8) for peer in range(size)]
+        expected = reference.scatter_heads(every)[rank]
+        outs = [which.allocate_output(every[rank], "scatter_heads") for which in (comm, other)]
+        for _ in range(3):
+            built = comm.input_buffer(outs[0], every[rank].shape)
+            built.copy_(every[rank])
+            for which, out, x in ((other, outs[1], built), (comm, outs[0], every[rank]), (comm, outs[0], built)):
+                out.fill_(0x5A)
+                assert_same_bits(which.scatter_heads(x, out=out), expected)
+        with pytest.raises(ArgumentValueError, match="ordinary memory"):
+            comm.scatter_heads(every[rank], out=outs[1])
+        counts = [host.session_of(which).counters.exchanges for which in (comm, other)]
+        other.close()
+        outs[0].fill_(0x5A)
+        assert_same_bits(comm.scatter_heads(every[rank], out=outs[0]), expected)
+        return counts[0], counts[1]
+
+
+def test_two_communicators_do_not_disturb_each_other(ranks: RankPool, fabric: Any) -> None:
+    """Over one NIC a rank: each has queue pairs, keys and epochs of its own."""
+    assert ranks.run(two_at_once, ranks=3, env=fabric.environment()) == [(2 + 6, 2 + 3)] * 3
+
+
+def one_is_slow(group: Any, step: str, culprit: int) -> tuple[float, float]:
+    """A call in which one rank takes long for a step; returns when that was over, and when the call was."""
+    with host.installed(), host.communicator(group) as comm:
+        session, size, rank = host.session_of(comm), comm.world_size, comm.rank
+        every = [operand(9, peer, (1, 3, size, 8), torch.uint8) for peer in range(size)]
+        out = comm.allocate_output(every[rank], "scatter_heads")
+        out.fill_(0x5A)
+        port: Any = session._port
+        real = getattr(port, step)
+        over = [0.0]
+
+        def slow(*arguments: Any) -> None:
+            time.sleep(0.3)
+            real(*arguments)
+            over[0] = time.monotonic()
+
+        if rank == culprit:
+            setattr(port, step, slow)
+        session.barrier()
+        comm.scatter_heads(every[rank], out=out)
+        end = time.monotonic()
+        assert_same_bits(out, reference.scatter_heads(every)[rank])
+        assert session.counters.writes == 3 * len(session.peers)
+        return over[0], end
+
+
+@pytest.mark.parametrize(("route", "size", "step"), [("rdma", 2, "flush"), ("hybrid", 8, "copy")])
+def test_a_call_ends_when_everybody_has_everything(
+    ranks: RankPool, fabric: Any, route: str, size: int, step: str
+) -> None:
+    """Above all what the copies of ranks of the same node write, of which no NIC tells."""
+    found = ranks.run(one_is_slow, step, 1, ranks=size, env=fabric.environment(route=route))
+    # One clock for all processes of a machine.
+    assert all(end >= found[1][0] > 0 for _, end in found)
+
+
 def late_bytes(group: Any, flushes: bool) -> tuple[bool, int]:
     """Whether the output is right where bytes that have arrived are shown only after a flush."""
     with host.installed(), host.communicator(group) as comm:

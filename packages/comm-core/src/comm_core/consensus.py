@@ -139,6 +139,11 @@ class Teardown:
         """Whether everything was taken down on this rank."""
         return all(step.done for step in self._steps)
 
+    @property
+    def begun(self) -> bool:
+        """Whether anything was taken down on this rank; what is left may only be closed then."""
+        return any(step.done for step in self._steps)
+
     def close(self, timeout_s: float | None = None) -> None:
         """Take everything down, last step first. Collective.
 

@@ -18,6 +18,7 @@ from comm_core.group import DetachedGroup, Group
 from comm_core.memory.detach import Lifecycle, attach_jointly, check_detachable, detach_jointly
 from comm_core.memory.peer import Mapped, map_jointly
 from comm_core.memory.strided import pack_strided_memory
+from comm_mnnvl.backends import default_backend
 from comm_mnnvl.handles import agree_form
 from comm_mnnvl.multicast import Multicast, open_multicast
 
@@ -179,13 +180,14 @@ class SharedMemory:
         """Bring the memory back at the same addresses, after the process was restored. Collective.
 
         Args:
-            comm_backend: the ranks in their old order: a `CommBackend`, a process group or a `comm_core` group; None
-                is WORLD.
+            comm_backend: the ranks that share this memory, in their old order: a `CommBackend`, a process group or a
+                `comm_core` group; None is WORLD where torch.distributed is initialized, else ``MPI.COMM_WORLD``.
             reset: writes what this rank's memory must hold before any rank uses it (protocols' flags and sentinels);
                 it runs after the memory is mapped everywhere and before this returns anywhere.
 
         Raises:
             ArgumentTypeError, ArgumentValueError: it is no group, or one of another size; nothing was communicated.
+            MPIMissingError: as in the constructor.
             JointValueError: a rank has another place in it. On every rank; nothing has changed.
             JointError, CheckpointError, ClosedError: as in `checkpoint_prepare`.
         """
@@ -205,7 +207,7 @@ class SharedMemory:
             self._lifecycle.state = "attached"
             joint(group, f"{what}: fill", lambda: self._run(fill))
 
-        group = group_of(comm_backend)
+        group = group_of(default_backend() if comm_backend is None else comm_backend)
         with _cuda.device_guard(self._tensors):
             try:
                 self._lifecycle.restore(group, self._check_capture, attach)
@@ -220,6 +222,8 @@ class SharedMemory:
     def close(self, timeout: float | None = None) -> None:
         """Release everything. Collective, but local while detached. May be called again after a failure.
 
+        Once anything was released, the memory counts as closed, even where the rest could not be.
+
         Args:
             timeout: seconds to wait for the other ranks; None is the group's.
 
@@ -233,8 +237,13 @@ class SharedMemory:
             elif self.state == "failed":
                 kept = self._teardown.abandon()
                 _log.warning("this %s: %d bytes are kept until this process ends", self._what, kept)
-            elif self.state != "closed":
-                self._teardown.close(timeout)
+            elif not self._teardown.closed:
+                try:
+                    self._teardown.close(timeout)
+                finally:
+                    # Peers may be unmapped already: whoever used an address now would end the process.
+                    if self._teardown.begun:
+                        self._lifecycle.close()
         self._lifecycle.close()
 
     def __enter__(self) -> Self:

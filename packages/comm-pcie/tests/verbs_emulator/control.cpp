@@ -437,7 +437,7 @@ EXPORT int ibv_get_async_event(ibv_context* context, ibv_async_event* event) {
   emu::LocalContext* own = local(context);
   Lock lock(own->shared);
   event->event_type = static_cast<ibv_event_type>(record.type);
-  event->element.port_num = 1;
+  event->element.port_num = record.port;
   const auto qp = own->qps.find(record.qp);
   const auto cq = own->cqs.find(record.cq);
   if (qp != own->qps.end()) event->element.qp = &qp->second->ex.qp_base;

@@ -145,12 +145,12 @@ void event_path(uint32_t context, char* path, size_t size) {
   snprintf(path, size, "%s.events%u", mapped_path, context);
 }
 
-void send_event(uint32_t context, uint32_t type, int32_t qp, int32_t cq) {
+void send_event(uint32_t context, uint32_t type, int32_t qp, int32_t cq, int32_t port) {
   char path[300];
   event_path(context, path, sizeof(path));
   const int pipe = open(path, O_WRONLY | O_NONBLOCK | O_CLOEXEC);
   if (pipe < 0) return;  // its process is gone
-  const EventRecord record = {type, qp, cq};
+  const EventRecord record = {type, qp, cq, port};
   if (write(pipe, &record, sizeof(record)) == sizeof(record)) ++mapped->counters.events;
   close(pipe);
 }

@@ -205,11 +205,11 @@ Rule* match(Verb verb, uint32_t nic, int32_t peer);
 int ordered_error(Verb verb, uint32_t nic);
 
 // Tell a context of an event. `qp` or `cq` is its slot, or -1. Under the lock.
-void send_event(uint32_t context, uint32_t type, int32_t qp, int32_t cq);
+void send_event(uint32_t context, uint32_t type, int32_t qp, int32_t cq, int32_t port = 1);
 
 struct EventRecord {
   uint32_t type;
-  int32_t qp, cq;
+  int32_t qp, cq, port;
 };
 
 void event_path(uint32_t context, char* path, size_t size);

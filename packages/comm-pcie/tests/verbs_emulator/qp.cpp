@@ -38,7 +38,8 @@ const Step kSteps[] = {
 
 int check_step(uint32_t from, uint32_t to, int mask) {
   mask &= ~IBV_QP_STATE;
-  if (to == IBV_QPS_ERR || to == IBV_QPS_RESET)
+  // The kernel's table of steps has none from RESET to ERR.
+  if ((to == IBV_QPS_ERR && from != IBV_QPS_RESET) || to == IBV_QPS_RESET)
     return mask == 0 ? 0 : refuse(EINVAL, "to state %u with attributes 0x%x", to, mask);
   for (const Step& step : kSteps) {
     if (step.from != from || step.to != to) continue;

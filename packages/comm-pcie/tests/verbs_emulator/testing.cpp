@@ -189,7 +189,7 @@ EXPORT int emu_set_gid(const char* nic_name, uint32_t index, const uint8_t* raw,
 
 // An event of one NIC's contexts, about their first queue pair where the type is about one; a fatal
 // one stops that queue pair.
-EXPORT int emu_event(const char* nic_name, uint32_t type) {
+EXPORT int emu_event(const char* nic_name, uint32_t type, uint32_t port) {
   Fabric* shared = emu::fabric();
   if (shared == nullptr) return -1;
   Lock lock(shared);
@@ -206,7 +206,7 @@ EXPORT int emu_event(const char* nic_name, uint32_t type) {
       if (about < 0) continue;
       emu::stop(shared, static_cast<uint32_t>(about));
     }
-    emu::send_event(slot, type, about, -1);
+    emu::send_event(slot, type, about, -1, static_cast<int32_t>(port));
     ++count;
   }
   return count;

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import uuid
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,16 +20,13 @@ from comm_core.allreduce.launch import (
     shape_of,
 )
 from comm_core.allreduce.module import NO_EPILOGUE, Epilogue, ReduceCall
-from comm_core.consensus import joint
-from comm_core.errors import TransportError, UnsupportedError
-from comm_core.memory.detach import Lifecycle, attach_jointly, check_detachable, detach_jointly
-from comm_core.windows.base import SignalSession
+from comm_core.errors import TransportError
+from comm_core.windows.detachable import DetachableSession
 from comm_core.windows.signals import MAX_RANKS, Operation
 from comm_core.windows.watchdog import watch
 
 if TYPE_CHECKING:
     from comm_core.consensus import Transaction
-    from comm_core.group import Group
     from comm_core.jit import Module
 
 __all__ = ["ReduceSession"]
@@ -39,10 +35,9 @@ _EMPTY = -(1 << 31)
 """What a word of the buffer holds until something comes. Twin: include/comm_core/lamport.cuh, kLamportEmpty."""
 _TEST_ELEMENTS = 4099
 """Of the self-test: more than one block, and a last vector that is not whole."""
-_WHAT = "this all-reduce workspace"
 
 
-class ReduceSession(SignalSession):
+class ReduceSession(DetachableSession):
     """What the kernels of include/comm_core/allreduce.cuh run on. Opened as part of a transaction.
 
     Args:
@@ -57,6 +52,8 @@ class ReduceSession(SignalSession):
     """
 
     noun = "workspace"
+    what = "this all-reduce workspace"
+    call = "allreduce_fusion"
 
     def __init__(
         self,
@@ -81,9 +78,7 @@ class ReduceSession(SignalSession):
         table = ctypes.addressof(self._addresses)
         self._call = ReduceCall(module, table, self._half_bytes // VECTOR_BYTES, Operation.ALLREDUCE)
         stages.step("self-test", self._self_test)
-        _, keys = stages.step_shared("name", lambda: uuid.uuid4().hex, str)
-        self._lifecycle = Lifecycle(_WHAT, stages.group, str(keys[0]))
-        self._usable = True
+        self._begin_life(stages)
         watch(self)
 
     @property
@@ -121,7 +116,7 @@ class ReduceSession(SignalSession):
                 out = torch.full_like(parts[0], torch.nan)
                 self._launch(parts[rank], out, shape, plain_launch(shape, self.settings))
                 _cuda.synchronize(self._device)
-                SignalSession.check(self)
+                self.check()
                 wrong = (out != torch.stack(parts).sum(0)).nonzero()
                 if wrong.numel() and not problem:
                     kind = "one shot" if use_oneshot else "two shots"
@@ -197,82 +192,9 @@ class ReduceSession(SignalSession):
             self._stream(), self._session, source, output, dtype, shape, launch, epilogue, early=early, lead=lead
         )
 
-    def check(self) -> None:
-        """See `SignalSession.check`.
-
-        Raises:
-            CheckpointError: the memory is detached, or a checkpoint or restore failed half-way.
-            PeerStalledError: as there.
-        """
-        if not self._usable:
-            self._lifecycle.check("allreduce_fusion")
-        super().check()
-
     # Checkpoint
-
-    @property
-    def state(self) -> str:
-        """``"attached"``, ``"detached"``, ``"failed"`` or ``"closed"``."""
-        return self._lifecycle.state
 
     @property
     def detachable(self) -> bool:
         """Whether the memory can be taken away and brought back."""
         return all(item.memory is not None and item.memory.detachable for item in self.allocations())
-
-    def checkpoint_prepare(self) -> None:
-        """Give up the physical memory and keep the addresses. Collective; nothing where that is the state already."""
-
-        def ready() -> None:
-            self._check_capture()
-            # What was launched ends, by its deadline at the latest; a stall is told before anything is taken away.
-            _cuda.synchronize(self._device)
-            super(ReduceSession, self).check()
-            check_detachable(self.allocations())
-
-        def detach(group: Group) -> None:
-            self._usable = False
-            detach_jointly(group, f"checkpoint_prepare of {_WHAT}", self.allocations())
-
-        try:
-            self._lifecycle.prepare(ready, detach)
-        finally:
-            if not self._usable:
-                self.regroup(self._lifecycle.group)
-
-    def checkpoint_restore(self, group: Group) -> None:
-        """Bring the memory back at the same addresses. Collective; nothing where that is the state already."""
-        what = f"checkpoint_restore of {_WHAT}"
-
-        def attach(new: Group) -> None:
-            attach_jointly(new, what, self.allocations())
-            # Nobody signals before this is over on every rank.
-            joint(new, f"{what}: clear", self.clear_signals)
-            self.regroup(new)
-            self._usable = True
-            joint(new, f"{what}: self-test", self._self_test)
-
-        try:
-            self._lifecycle.restore(group, self._check_capture, attach)
-        except BaseException:
-            self._usable = self.state == "attached"
-            if not self._usable:
-                self.regroup(self._lifecycle.group)
-            raise
-
-    def _check_capture(self) -> None:
-        if _cuda.is_capturing():
-            raise UnsupportedError("a CUDA graph is being captured: end the capture first")
-
-    # The end
-
-    def close(self, timeout_s: float | None = None) -> None:
-        """See `SignalSession.close`; local while detached."""
-        if self.state == "detached":
-            self.release_alone()
-        elif self.state == "failed":
-            self.abandon()
-        elif self.state != "closed":
-            super().close(timeout_s)
-        self._usable = False
-        self._lifecycle.close()

@@ -80,11 +80,12 @@ def _looked_at(file: Path | None) -> tuple[list[RankFacts], str, dict[str, list[
     from comm_core.cli.decide import with_probes
     from comm_core.cli.remarks import remarks
     from comm_core.errors import CommError
-    from comm_core.plugins.discovery import Registry, registry
+    from comm_core.plugins.discovery import Registry, added
 
     facts, origin = machine_or_file(file)
     try:
-        plugins = registry()
+        # The built-in transports have nothing to say of a machine, and importing them takes a second.
+        plugins = added()
     except CommError:
         # Doctor says what is wrong with them; the machine can be shown all the same.
         plugins = Registry()

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from comm_core.jit.spec import ModuleSpec
     from comm_core.transport.interface import Transport
 
-__all__ = ["PluginReport", "Registry", "discover", "register", "registry", "report", "unregister"]
+__all__ = ["PluginReport", "Registry", "added", "discover", "register", "registry", "report", "unregister"]
 
 
 @dataclass(frozen=True)
@@ -309,6 +309,12 @@ def registry() -> Registry:
             _State.current = discover([*_built_in(), *_entry_points(), *_State.registered], blocked)
             _State.blocked = blocked
         return _State.current
+
+
+def added() -> Registry:
+    """Return the plugins of this process without the built-in ones, which import torch; discovered at every call."""
+    with _State.lock:
+        return discover([*_entry_points(), *_State.registered], _env.blocked_plugins())
 
 
 def report() -> list[PluginReport]:

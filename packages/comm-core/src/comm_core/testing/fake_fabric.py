@@ -19,12 +19,19 @@ MEMORY_NAME = "comm-fake-vmm"
 
 _OK, _INVALID, _ILLEGAL_STATE = 0, 1, 401
 _GRANULE = 2 << 20
+_LEFT = b"\xa5" * (64 << 10)
+_TAIL = 4 << 10
 
 
 def memory_file(nbytes: int) -> int:
-    """Return a descriptor of new memory."""
+    """Return a descriptor of new memory, at whose beginning and end is what somebody has left there."""
     descriptor = os.memfd_create(MEMORY_NAME)
     os.ftruncate(descriptor, nbytes)
+    # A driver promises nothing about new memory, and whoever counts on zeros must find that out. Writing all of it
+    # would make every test with many allocations slow.
+    os.pwrite(descriptor, _LEFT[:nbytes], 0)
+    tail = min(nbytes, _TAIL)
+    os.pwrite(descriptor, _LEFT[:tail], nbytes - tail)
     return descriptor
 
 

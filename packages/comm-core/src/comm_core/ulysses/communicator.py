@@ -624,14 +624,15 @@ class UlyssesCommunicator:
     def checkpoint_prepare(self) -> None:
         """Give up the physical memory and keep its addresses, before the process is checkpointed. Collective.
 
-        Waits for the device. Outputs of `allocate_output` and captured graphs stay what they are, and neither may be
-        touched until `checkpoint_restore`; what registered outputs hold is lost. The group is let go: it may be
-        destroyed. Nothing is done where this is the state already.
+        Waits for a call of another thread, and for the device. Outputs of `allocate_output` and captured graphs stay
+        what they are, and neither may be touched until `checkpoint_restore`; what registered outputs hold is lost.
+        The group is let go: it may be destroyed. Nothing is done where this is the state already.
 
         Raises:
-            UnsupportedError: the transport can't (only those with virtual memory can, as ``"mnnvl"``).
-            JointError: a call or a capture is under way on some rank, or the ranks are at different calls. On every
-                rank; nothing has changed.
+            UnsupportedError: the transport can't (only those with virtual memory can, as ``"mnnvl"``); or a call of
+                another thread does not end by the deadline, on this rank alone.
+            JointError: a capture is under way on some rank, or the ranks are at different calls. On every rank;
+                nothing has changed.
             CheckpointError: it failed half-way. The communicator is then of no more use, on any rank.
         """
         self._transition("checkpoint_prepare", lambda session: session.checkpoint_prepare())
@@ -664,8 +665,12 @@ class UlyssesCommunicator:
     def _transition(self, operation: str, run: Callable[[TransportSession], None]) -> None:
         if not self._detached:
             self._usable(operation)
-        if not self._busy.acquire(False):
-            raise UnsupportedError(f"{operation}: a call of this communicator is running in another thread")
+        # A call of another thread is waited for: a refusal here alone would leave the other ranks to their deadline.
+        if not self._busy.acquire(timeout=self._group.timeout_s):
+            raise UnsupportedError(
+                f"{operation}: a call of this communicator has been running in another thread for "
+                f"{self._group.timeout_s:g} s (COMM_TIMEOUT_S)"
+            )
         try:
             if self._session is not None:
                 with self._on_device():

@@ -270,6 +270,7 @@ int Engine::connect_peer(Peer& peer, const Endpoint& remote) {
   int status =
       modify("INIT", init, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS);
   if (status != COMM_OK) return status;
+  peer.in_use = true;
   // Before the peer can send: a message that finds no receive is refused and sent again after the
   // longest wait of the whole exchange.
   peer.max_message = std::min(port_.max_message, remote.max_message);
@@ -509,6 +510,7 @@ void Engine::on_event(const ibv_async_event& event) {
   const std::string what = nic_ + ": " + api_.event_type_str(event.event_type);
   switch (event.event_type) {
     case IBV_EVENT_PORT_ERR:
+      if (event.element.port_num != kPort) return;
       return set_problem(kEvent, -1, what + ": the port went down");
     case IBV_EVENT_DEVICE_FATAL:
     case IBV_EVENT_CQ_ERR:

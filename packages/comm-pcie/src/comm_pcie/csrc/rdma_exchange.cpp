@@ -457,7 +457,9 @@ int Engine::quiesce(uint64_t timeout_ns, uint32_t* safe, char* reason, size_t re
   snprintf(reason, reason_size, "%s", "");
   std::string unstopped;
   for (Peer& peer : peers_) {
-    if (peer.qp == nullptr || peer.stopped) continue;
+    // One that was never connected takes no work, and the kernel refuses to stop it: there is no
+    // step from RESET to ERR.
+    if (peer.qp == nullptr || peer.stopped || !peer.in_use) continue;
     ibv_qp_attr attr = {};
     attr.qp_state = IBV_QPS_ERR;
     const int error = api_.modify_qp(peer.qp, &attr, IBV_QP_STATE);

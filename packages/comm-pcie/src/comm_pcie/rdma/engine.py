@@ -28,7 +28,7 @@ import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
-from comm_core.errors import ArgumentValueError, ClosedError, UnsupportedError
+from comm_core.errors import ArgumentValueError, ClosedError, TransportError, UnsupportedError
 from comm_pcie.rdma import module
 from comm_pcie.rdma.geometry import Geometry, problem_of
 from comm_pcie.rdma.records import Counters, Kind, Ledger, Memory, Outcome, Quiesced, Settings
@@ -325,7 +325,13 @@ class RdmaEngine:
             TransportError: neither way worked; the text has both errors. Nothing stays registered.
         """
         self._open()
-        return RegisteredPair(self, output, landing)
+        try:
+            return RegisteredPair(self, output, landing)
+        except TransportError as error:
+            problems = dict.fromkeys(memory.dmabuf_problem for memory in (output, landing) if memory.dmabuf_problem)
+            if not problems:
+                raise
+            raise TransportError(f"{error}. What the GPU's driver said: {'; '.join(problems)}") from error
 
     def abort(self, reason: str) -> None:
         """End a running `exchange` or `rebind` of another thread, and break the engine. From any thread."""

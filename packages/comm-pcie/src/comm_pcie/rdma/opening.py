@@ -13,7 +13,7 @@ from comm_pcie.rdma.abort import AbortWords
 from comm_pcie.rdma.engine import LoadedVerbs, RdmaEngine, VerbsApi, require
 from comm_pcie.rdma.outputs import RegisteredOutput, register
 from comm_pcie.rdma.port import DevicePort
-from comm_pcie.rdma.session import QUIESCE_S, Parts, RdmaSession
+from comm_pcie.rdma.session import Parts, RdmaSession, quiesce_ns
 from comm_pcie.rdma.transfers import geometry_of
 
 if TYPE_CHECKING:
@@ -123,13 +123,13 @@ def open_nics(
 
     # From here on there is work that must be retired before anything is given back. The undoing of a step that
     # failed is not called, so it belongs to one before.
-    stages.step("prepare to connect", lambda: None, lambda _: _stop(engine))
+    stages.step("prepare to connect", lambda: None, lambda _: _stop(engine, timeout_s))
     stages.step("connect", connect)
     parts = Parts(port, engine, words, route.route, peers, mapped, timeout_s, poison)
     session = RdmaSession(stages, parts)
     nbytes = size * _ROW * _ROWS
     output = register(stages, port, engine, nbytes, "self-test")
-    stages.step("prepare to test", lambda: None, lambda _: _stop(engine))
+    stages.step("prepare to test", lambda: None, lambda _: _stop(engine, timeout_s))
     stages.step("self-test of the NICs", lambda: self_test(session, port, output, rank, size))
     return session
 
@@ -144,8 +144,8 @@ def _check_gid(route: NicRoute, rank: int, endpoint: JsonObject) -> None:
         )
 
 
-def _stop(engine: RdmaEngine) -> None:
-    found = engine.quiesce(int(QUIESCE_S * 1e9))
+def _stop(engine: RdmaEngine, timeout_s: float) -> None:
+    found = engine.quiesce(quiesce_ns(timeout_s))
     if not found.teardown_safe:
         raise TransportError(f"the NIC holds on to memory: {found.reason}")
 

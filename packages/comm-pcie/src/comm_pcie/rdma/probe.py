@@ -106,10 +106,13 @@ class SysfsProbe(RdmaProbe):
 
 
 class PyverbsProbe(RdmaProbe):
-    """Asks libibverbs by pyverbs, and sysfs for what verbs don't know: the place in the PCIe tree.
+    """Asks libibverbs by pyverbs, and sysfs for what verbs don't know: the place in the PCIe tree, and other devices.
+
+    libibverbs leaves out devices whose nodes this process does not have, without a word.
 
     Args:
         sysfs: root of sysfs, for fixtures.
+        dev: root of the device nodes, for fixtures.
 
     Raises:
         ImportError: pyverbs is not there, or does not fit the rdma-core of this system.
@@ -117,13 +120,15 @@ class PyverbsProbe(RdmaProbe):
 
     source = "pyverbs"
 
-    def __init__(self, sysfs: Path = _SYSFS) -> None:
+    def __init__(self, sysfs: Path = _SYSFS, dev: Path = _DEV) -> None:
         self._root = sysfs
+        self._others = SysfsProbe(sysfs, dev)
         self._device: Any = importlib.import_module("pyverbs.device")
 
     def nics(self) -> Sequence[NicFacts]:
         """See `RdmaProbe.nics`."""
-        return [self._nic(_name(item.name)) for item in self._device.get_device_list()]
+        listed = [_name(item.name) for item in self._device.get_device_list()]
+        return [*map(self._nic, listed), *(_unlisted(nic) for nic in self._others.nics() if nic.name not in listed)]
 
     def _nic(self, name: str) -> NicFacts:
         nic = with_place(NicFacts(name), self._root)
@@ -175,7 +180,7 @@ def probe_rdma(sysfs: Path = _SYSFS, dev: Path = _DEV) -> RdmaFacts:
     facts = RdmaFacts(source="pyverbs", error="not asked")
     # Where it can't be imported, or finds nothing to ask, sysfs may still say what there is and why it is no use.
     with contextlib.suppress(ImportError, OSError):
-        facts = PyverbsProbe(sysfs).facts()
+        facts = PyverbsProbe(sysfs, dev).facts()
     if facts.error:
         facts = SysfsProbe(sysfs, dev).facts()
     return replace(facts, library_error=library_problem()) if facts.nics else facts
@@ -189,6 +194,12 @@ def library_problem() -> str:
     except OSError as error:
         return f"{error} (Debian and Ubuntu: apt install ibverbs-providers)"
     return ""
+
+
+def _unlisted(nic: NicFacts) -> NicFacts:
+    """Return a device that sysfs has and libibverbs does not list, with a reason why it can't be used."""
+    why = nic.pcie_error or "libibverbs does not list it (is its provider installed? apt install ibverbs-providers)"
+    return replace(nic, pcie_error=why)
 
 
 def with_place(nic: NicFacts, sysfs: Path) -> NicFacts:

@@ -17,6 +17,7 @@ pairs are stopped and drained, and its output is filled with NaN bytes. The comm
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, cast
 
@@ -50,15 +51,27 @@ if TYPE_CHECKING:
     from comm_pcie.rdma.geometry import Geometry
     from comm_pcie.rdma.port import DevicePort
 
-__all__ = ["Parts", "RdmaSession"]
+__all__ = ["Parts", "RdmaSession", "quiesce_ns"]
 
 _log = logging.getLogger("comm_core")
 
 QUIESCE_S = 10.0
-"""Seconds that a NIC has to retire what it was given, once its queue pairs were stopped."""
+"""Seconds that a NIC has to retire what it was given, once its queue pairs were stopped; see `quiesce_ns`."""
+
+COPIES_S = 0.25
+"""Seconds that copies of ranks of the same node, which nobody can call back, have to land before the NaN bytes."""
 
 _leaked: list[RdmaSession] = []
 """Sessions whose NIC may still write: nothing of them may be freed as long as the process lives."""
+
+
+def quiesce_ns(timeout_s: float) -> int:
+    """Return how long a NIC has to retire what it was given, in nanoseconds, for a group's deadline in seconds.
+
+    The others wait for the word of a rank that stops its NIC, in a call and once more in `close`: they must hear
+    what it found before they take the rank itself for gone.
+    """
+    return int(min(QUIESCE_S, timeout_s / 4) * 1e9)
 
 
 class Parts(NamedTuple):
@@ -204,6 +217,10 @@ class RdmaSession(TransportSession):
             # Operand and output are of one size: each call moves as much away as it gets.
             output.landing[: plan.target_bytes].copy_(strided.byte_view(source, 0, plan.target_bytes))
         port.barrier(operation)
+        told = self._told() if self._parts.mapped else None
+        if told is not None:
+            # Whoever has given up fills its output; copies that begin now would overwrite that.
+            raise told
         port.copy(copies_to(plan, self._mapped), source, output.window.peer_pointers, output.output)
         self._require("the exchange failed", output.pair.exchange(geometry, self._epoch, self._timeout_ns))
         port.flush()
@@ -278,12 +295,14 @@ class RdmaSession(TransportSession):
     def _spoil(self, output: RegisteredOutput | None) -> None:
         # After the NIC was stopped: what peers send later must not end up among the bytes that say "this is nothing".
         if output is not None and self._parts.poison:
+            if self._parts.mapped:
+                time.sleep(COPIES_S)
             output.output.fill_(0xFF)
             self._port.settle()
 
     def _quiesce(self) -> Quiesced:
         if self._quiesced is None or not self._quiesced.teardown_safe:
-            self._quiesced = self._engine.quiesce(int(QUIESCE_S * 1e9))
+            self._quiesced = self._engine.quiesce(quiesce_ns(self._parts.timeout_s))
         return self._quiesced
 
     def check(self) -> None:

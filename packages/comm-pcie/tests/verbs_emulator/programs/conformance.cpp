@@ -129,7 +129,10 @@ void states() {
     return one.write(1, one.mr->lkey, one.at(0), 8, other.mr->rkey, other.at(0));
   };
   CHECK(write() == EINVAL && one.receive(1) == EINVAL, "RESET");
-  ibv_qp_attr attr = init_attr();
+  ibv_qp_attr attr = {};
+  attr.qp_state = IBV_QPS_ERR;
+  CHECK(ibv_modify_qp(one.qp, &attr, IBV_QP_STATE) == EINVAL, "RESET to ERR");
+  attr = init_attr();
   CHECK(ibv_modify_qp(one.qp, &attr, kInitMask) == 0, "INIT");
   CHECK(write() == EINVAL && one.receive(2) == 0, "INIT");
   attr = rtr_attr(other, 200);

@@ -56,6 +56,7 @@ struct Peer {
   ibv_qp_ex* ex = nullptr;
   mlx5dv_qp_ex* mx = nullptr;
   uint32_t psn = 0;
+  bool in_use = false;  // its queue pair has left its first state
   bool connected = false;
   bool stopped = false;
   uint64_t max_message = 0;  // the smaller of the two ports'
