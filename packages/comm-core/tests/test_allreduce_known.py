@@ -21,9 +21,10 @@ from comm_core.allreduce.module import reduce_module
 from comm_core.allreduce.patterns import PATTERNS, Quantization
 from comm_core.allreduce.session import ReduceSession
 from comm_core.consensus import Transaction
-from comm_core.errors import ClosedError, TransportError, UnsupportedError
+from comm_core.errors import ClosedError, PeerStalledError, TransportError, UnsupportedError
 from comm_core.group import thread_groups
 from comm_core.ulysses.geometries import Geometries
+from comm_core.windows.signals import Stall, StallKind
 
 CODE = AllReduceFusionPattern
 PLAIN = [pattern for pattern, spec in PATTERNS.items() if not spec.is_moe]
@@ -318,6 +319,12 @@ def test_where_the_workspace_can_do_nothing_a_known_call_says_so(workspace: Any,
             allreduce_fusion(workspace=workspace, **good)
     launches.error, workspace._broken = None, None
     allreduce_fusion(workspace=workspace, **good)
+    made = len(launches.made)
+    workspace._session._stall = Stall(StallKind.GAVE_UP, 1, 1, 0, 0)
+    with pytest.raises(PeerStalledError):
+        allreduce_fusion(workspace=workspace, **good)
+    workspace._session._stall = None
+    assert len(launches.made) == made
     workspace.destroy()
     with pytest.raises(ClosedError):
         allreduce_fusion(workspace=workspace, **good)
