@@ -432,7 +432,8 @@ __device__ __forceinline__ bool serve(const ExchangeParams& p, const Call& call,
   }
   Ahead ahead;
   ahead.any = false;
-  if (running && early == nullptr) ahead.read(record, p.sources);
+  // Only of small exchanges: beside the copy engines the head is not what is waited for.
+  if (running && early == nullptr && p.chunks == 0) ahead.read(record, p.sources);
   if (threadIdx.x == 0) {
     target = running ? open_peer(session, call, peer, p.target_bytes) : nullptr;
     if (target != nullptr && early != nullptr && target != early) {
