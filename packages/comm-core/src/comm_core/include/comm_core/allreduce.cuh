@@ -566,7 +566,9 @@ __global__ __launch_bounds__(kFusedThreads, kReduceBlocks) void fused_kernel(
       if (kTwoShots) {
         take_sums<1>(m, index, 0, at < e.row_vectors, sums);
       } else {
-        sum_slots<T, false, 1, kQuantized ? 2 : 3>(m, index, index, 0, at < e.row_vectors, sums);
+        // As many at once as there are registers for.
+        constexpr uint32_t kAtOnce = kQuantized || T::kBytes == 4 ? 2 : 3;
+        sum_slots<T, false, 1, kAtOnce>(m, index, index, 0, at < e.row_vectors, sums);
       }
       if (step == 0) epilogue.await_fetched();
       epilogue.add_residual(row, step, sums[0]);
