@@ -13,6 +13,7 @@
 #include <string.h>
 
 #include <comm_core/lamport.cuh>
+#include <comm_core/rounding.cuh>
 #include <comm_core/signal.cuh>
 
 // Loops over arrays that live in registers have to be unrolled; a loop that waits must not be.
@@ -25,36 +26,6 @@
 #endif
 
 namespace comm {
-
-COMM_HD float float_of(uint32_t bits) {
-#if defined(__CUDA_ARCH__)
-  return __uint_as_float(bits);
-#else
-  float value;
-  memcpy(&value, &bits, 4);
-  return value;
-#endif
-}
-
-COMM_HD uint32_t bits_of(float value) {
-#if defined(__CUDA_ARCH__)
-  return __float_as_uint(value);
-#else
-  uint32_t bits;
-  memcpy(&bits, &value, 4);
-  return bits;
-#endif
-}
-
-#if defined(__CUDA_ARCH__)
-COMM_HD float add_rn(float a, float b) { return __fadd_rn(a, b); }
-COMM_HD float mul_rn(float a, float b) { return __fmul_rn(a, b); }
-COMM_HD float div_rn(float a, float b) { return __fdiv_rn(a, b); }
-#else
-COMM_HD float add_rn(float a, float b) { return a + b; }
-COMM_HD float mul_rn(float a, float b) { return a * b; }
-COMM_HD float div_rn(float a, float b) { return a / b; }
-#endif
 
 // The one operation that is not rounded: within 2^-22 of the value, and one instruction.
 COMM_HD float inverse_root(float a) {

@@ -11,6 +11,7 @@
 #include <stdint.h>
 #include <string.h>
 
+#include <comm_core/rounding.cuh>
 #include <comm_core/signal.cuh>
 
 namespace comm_lowp {
@@ -20,37 +21,12 @@ constexpr uint32_t kEpsBits = 0x33d6bf95u;
 // The scale of a group that no row belongs to: 1e-7 / 127.
 constexpr uint32_t kIdleScaleBits = 0x30587076u;
 
-COMM_HD float float_of(uint32_t bits) {
-#if defined(__CUDA_ARCH__)
-  return __uint_as_float(bits);
-#else
-  float value;
-  memcpy(&value, &bits, 4);
-  return value;
-#endif
-}
-
-COMM_HD uint32_t bits_of(float value) {
-#if defined(__CUDA_ARCH__)
-  return __float_as_uint(value);
-#else
-  uint32_t bits;
-  memcpy(&bits, &value, 4);
-  return bits;
-#endif
-}
-
-#if defined(__CUDA_ARCH__)
-COMM_HD float add_rn(float a, float b) { return __fadd_rn(a, b); }
-COMM_HD float sub_rn(float a, float b) { return __fsub_rn(a, b); }
-COMM_HD float mul_rn(float a, float b) { return __fmul_rn(a, b); }
-COMM_HD float div_rn(float a, float b) { return __fdiv_rn(a, b); }
-#else
-COMM_HD float add_rn(float a, float b) { return a + b; }
-COMM_HD float sub_rn(float a, float b) { return a - b; }
-COMM_HD float mul_rn(float a, float b) { return a * b; }
-COMM_HD float div_rn(float a, float b) { return a / b; }
-#endif
+using comm::add_rn;
+using comm::bits_of;
+using comm::div_rn;
+using comm::float_of;
+using comm::mul_rn;
+using comm::sub_rn;
 
 // Finite operands and infinities; which zero comes out of two is not said.
 COMM_HD float max_of(float a, float b) {
