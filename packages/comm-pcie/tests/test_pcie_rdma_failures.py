@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from comm_core.errors import (
+    ClosedError,
     CommError,
     GroupTimeoutError,
     JointError,
@@ -401,11 +402,26 @@ def closes(group: Any, refused: bool) -> tuple[str, bool]:
     with host.installed():
         comm = host.communicator(group)
         exchanged(comm)
+        operand, out, _ = example(comm)
         text = ""
         if refused:
             with pytest.raises(JointError) as error:
                 comm.close()
             text = str(error.value)
+            session = host.session_of(comm)
+            x = torch.zeros(1, 1, 2, 1, dtype=torch.uint8)
+            for call in (
+                lambda: comm.scatter_heads(operand, out=out),
+                lambda: comm.input_buffer(out, (1,)),
+                lambda: comm.allocate_output(x, "exchange_chunks"),
+                lambda: session.all_gather_small(x, x),
+                lambda: session.window(1),
+                session.launch_context,
+                session.barrier,
+                comm.check,
+            ):
+                with pytest.raises(ClosedError, match=f"rank {comm.rank}: .*call close on every rank again"):
+                    call()
         comm.close()
         comm.close()
         with pytest.raises(CommError):
