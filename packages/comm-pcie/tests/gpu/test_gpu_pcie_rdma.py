@@ -6,9 +6,7 @@ memory (GPUDirect RDMA, DMA-BUF) is what this can't show; ``test_pcie_rdma_nic.p
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import sys
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -17,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import rdma_emulator as emulator
 import torch
 
 from comm_core import plugins
@@ -33,12 +32,6 @@ from comm_pcie.rdma.facts import ROCE_V2, GidEntry, NicFacts, RdmaFacts
 from comm_pcie.rdma.planning import NICS_VARIABLE
 from comm_pcie.rdma.session import RdmaSession
 from comm_pcie.transport import PcieTransport
-
-_SPEC = importlib.util.spec_from_file_location("pcie_rdma_host", Path(__file__).parents[1] / "rdma_host.py")
-assert _SPEC is not None and _SPEC.loader is not None
-host = sys.modules.setdefault(_SPEC.name, importlib.util.module_from_spec(_SPEC))
-_SPEC.loader.exec_module(host)
-emulator = host.emulator
 
 pytestmark = [pytest.mark.gpu, pytest.mark.installed_plugins]
 
@@ -77,12 +70,6 @@ def ranks() -> Iterator[RankPool]:
     yield pool
     pool.close()
     del os.environ["COMM_ALLOW_SHARED_GPU"]
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The emulator."""
-    return emulator.build(tmp_path_factory.mktemp("rdma"))
 
 
 @pytest.fixture
