@@ -21,6 +21,7 @@ import torch
 from comm_core import plugins
 from comm_core.errors import PeerStalledError, TransportError, UnsupportedError
 from comm_core.testing import reference
+from comm_core.testing.gpu import shared_gpu_pool, sizes
 from comm_core.testing.ranks import RankPool
 from comm_core.testing.reference import assert_same_bits, make_input
 from comm_core.topology.facts import RankFacts
@@ -35,7 +36,7 @@ from comm_pcie.transport import PcieTransport
 
 pytestmark = [pytest.mark.gpu, pytest.mark.installed_plugins]
 
-SIZES = tuple(int(size) for size in os.environ.get("GPU_CHECK_SIZES", "2,4,8").split(",") if int(size) in (2, 4, 8))
+SIZES = sizes(among=(2, 4, 8))
 
 
 def _probe(self: PcieTransport, context: Any) -> dict[str, Any]:
@@ -62,14 +63,7 @@ def _assess(self: PcieTransport, request: Any, facts: Sequence[RankFacts]) -> Ve
     return _ASSESS(self, request, facts)
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[RankPool]:
-    """Eight ranks that share the GPUs there are."""
-    os.environ["COMM_ALLOW_SHARED_GPU"] = "1"
-    pool = RankPool(8, preload=["pytest", "hypothesis"], group_timeout_s=120)
-    yield pool
-    pool.close()
-    del os.environ["COMM_ALLOW_SHARED_GPU"]
+ranks = shared_gpu_pool(8)
 
 
 @pytest.fixture
