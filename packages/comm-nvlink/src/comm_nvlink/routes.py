@@ -60,7 +60,7 @@ class Settings:
     senders: int
     copiers: int
     engine_bytes: int = 20 * _MIB
-    head_bytes: int = 4 * _MIB
+    head_bytes: int = 6 * _MIB
     measured: bool = False
     chunks: tuple[tuple[int, tuple[float, ...]], ...] = (
         (0, (0.85, 0.15)),
