@@ -55,8 +55,6 @@ _PDL_FIRST = 2
 _CHUNK_ROWS = 256
 _SEGMENTS = 5
 """Twins: include/comm_lowp/geometry.cuh, kChunkRows and kSegments."""
-_GATHER_BLOCKS = 16
-"""Twin: include/comm_lowp/direct.cuh, kGatherBlocks."""
 _NO_VIEW = (0, 0, 0, 0)
 _GEOMETRY = struct.Struct(f"{MODULE.structs['comm_lowp_geometry_v1']}")
 
@@ -71,16 +69,19 @@ class Scratch:
             places only those of groups that the chunk touches are written.
         v_amax: largest magnitude of V by chunk, ``[B, H, C, D]`` in the input dtype.
         q_amax: largest magnitude of Q by group, not floored, fp32 ``[B, H, slots(L, GQ)]``; 0 where not used.
+        counters: int32 ``[B * H + 2]``, by which the last of a kernel's blocks finds out that it is the last: 0
+            before and after every kernel. Kernels that use one scratch must follow each other.
     """
 
     k_sums: torch.Tensor
     k_extremes: torch.Tensor
     v_amax: torch.Tensor
     q_amax: torch.Tensor
+    counters: torch.Tensor
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """All of them."""
+        """All that is written anew by every pass: all but the counters."""
         return self.k_sums, self.k_extremes, self.v_amax, self.q_amax
 
     @property
@@ -214,6 +215,7 @@ class Kernels:
             new(b, h, chunks, _SEGMENTS, 2, d, of=dtype),
             new(b, h, chunks, d, of=dtype),
             new(b, h, grid.q_slots),
+            torch.zeros(b * h + 2, dtype=torch.int32, device=self.device),
         )
 
     def final(self, grid: Grid, dtype: torch.dtype) -> Final:
@@ -268,6 +270,7 @@ class Kernels:
                 *_view(v),
                 *partials,
                 0 if flat is None else flat.data_ptr(),
+                scratch.counters.data_ptr(),
                 self._flags(pdl),
                 0,
             )
@@ -419,8 +422,8 @@ def _padded(addresses: Sequence[int]) -> tuple[int, ...]:
 class DirectScatter:
     """scatter_qkv over windows: no send buffer, no separate exchange, no other collective; `Kernels.direct` makes it.
 
-    A call is seven kernels, in one call into the library: statistics, their sum, their gather, what follows from
-    them, quantize and pack into the peers' windows, the end of the exchange, unpack. It is two operations of the
+    A call is four kernels, in one call into the library: statistics and their gather; what follows from them;
+    quantize and pack into the peers' windows, and the end of the exchange; unpack. It is two operations of the
     session. A session that stalls fills the outputs with NaN bytes, as in every exchange over windows.
 
     Args:
@@ -428,29 +431,19 @@ class DirectScatter:
         session: a window is allocated of it, which lives as long as the session.
         grid: this rank's place.
         dtype: of the operands.
-        gather_blocks: blocks of the gather of statistics, 1 to 16. They wait for the other ranks'.
     """
 
-    def __init__(
-        self,
-        kernels: Kernels,
-        session: PeerSession,
-        grid: Grid,
-        dtype: torch.dtype,
-        *,
-        gather_blocks: int = _GATHER_BLOCKS,
-    ) -> None:
+    def __init__(self, kernels: Kernels, session: PeerSession, grid: Grid, dtype: torch.dtype) -> None:
         nbytes, offset = direct_window_bytes(grid)
         self._kernels = kernels
         self._session = session
         self.window = session.window(nbytes)
         self.scratch = kernels.scratch(grid, dtype)
         self.final = kernels.final(grid, dtype)
-        self.statistics = torch.empty(grid.statistics_elems, dtype=torch.float32, device=kernels.device)
         # Kept here too, so that its address stays good.
         self._geometry = _geometry(grid, dtype)
         self._geometry_address = ctypes.addressof(self._geometry)
-        self._storage = (*self.scratch.pointers, self.statistics.data_ptr(), *self.final.pointers)
+        self._storage = (*self.scratch.pointers, self.scratch.counters.data_ptr(), *self.final.pointers)
         number: int = self.window.number  # type: ignore[attr-defined]  # windows of such sessions are numbered
         self._tail: tuple[int, ...] = (
             *_padded(self.window.peer_pointers),
@@ -458,7 +451,6 @@ class DirectScatter:
             number,
             Operation.ALL_GATHER_SMALL,
             Operation.EXCHANGE_CHUNKS,
-            gather_blocks,
         )
 
     def __call__(
@@ -497,13 +489,12 @@ class DirectScatter:
                 *[out.data_ptr() for out in outs],
                 *self._tail,
                 kernels._flags(pdl),  # pyright: ignore[reportPrivateUsage]
-                0,
             )
 
     @property
     def buffers(self) -> tuple[torch.Tensor, ...]:
         """The storage that outputs must not overlap."""
-        return (self.window.local, self.statistics, *self.scratch.tensors, *self.final)
+        return (self.window.local, *self.scratch.tensors, self.scratch.counters, *self.final)
 
 
 @lru_cache(64)

@@ -124,7 +124,7 @@ class KernelEncoder(Encoder):
     @property
     def buffers(self) -> tuple[torch.Tensor, ...]:
         """See `Encoder.buffers`: partial and final statistics."""
-        return (*self._scratch.tensors, *self._final)
+        return (*self._scratch.tensors, self._scratch.counters, *self._final)
 
     def statistics(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, flat: torch.Tensor) -> None:
         """See `Encoder.statistics`."""

@@ -7,8 +7,11 @@
 // block cover whole rows of the span, so that a warp stores up to 512 bytes in a run.
 //
 // Further blocks write the scales, the bytes between the sections and the tail.
+//
+// Over windows the last block ends the exchange (direct.cuh).
 #pragma once
 
+#include <comm_lowp/direct.cuh>
 #include <comm_lowp/geometry.cuh>
 #include <comm_lowp/memory.cuh>
 #include <comm_lowp/numerics.cuh>
@@ -38,7 +41,8 @@ struct PackParams {
   const float* k_amax;                     // [B, H, slots]
   const float* v_scale;                    // [B, H, D]
   uint8_t* destinations[comm::kMaxRanks];  // the payload of each destination
-  const uint32_t* abort;                   // nothing is written while it is not 0; or null
+  Handshake close;
+  uint32_t* blocks_done;  // 0 between launches; of those of an exchange over windows
   uint32_t parts;
   uint32_t span_heads;  // heads of a span
   uint32_t spans;       // of a destination
@@ -241,12 +245,8 @@ __device__ __forceinline__ void write_scales(const PackParams& p, uint32_t desti
 }
 
 template <class T, uint32_t kDim>
-__global__ void __launch_bounds__(kPackThreads, 3)
-    pack_kernel(const __grid_constant__ PackParams p) {
+__device__ __forceinline__ void pack_block(const PackParams& p) {
   using Block = PackBlock<T, kDim>;
-  follow();
-  // All threads of a block stop, or none.
-  if (p.abort != nullptr && __syncthreads_or(comm::load_relaxed(p.abort) != 0)) return;
   const Geometry& g = p.geometry;
   if (blockIdx.x >= p.data_blocks) {
     const uint32_t block = blockIdx.x - p.data_blocks;
@@ -282,6 +282,16 @@ __global__ void __launch_bounds__(kPackThreads, 3)
   } else {
     Block::e4m3_tile(p, at);
   }
+}
+
+template <class T, uint32_t kDim>
+__global__ void __launch_bounds__(kPackThreads, 3)
+    pack_kernel(const __grid_constant__ PackParams p) {
+  follow();
+  const bool closes = present(p.close);
+  // All threads of a block store, or none.
+  if (!closes || !__syncthreads_or(aborted(p.close))) pack_block<T, kDim>(p);
+  if (closes && last_block(p.blocks_done, gridDim.x)) shake_hands(p.close);
 }
 
 #endif
