@@ -213,6 +213,35 @@ def test_mistakes_are_refused_before_a_signal_is_given(kernels: Kernels) -> None
     refused(rank, kernels, case, "rank 0 of 2, but the session is rank 1 of 2")
 
 
+def again(group: Group, scatters: Sequence[DirectScatter], case: Case) -> int:
+    """A call that was prepared once, with operands that change, and a session that moves its struct."""
+    rank = group.rank
+    operands = case.shards(lowp_cases.operands(case), rank)
+    outs = outputs(case.grids[rank], CPU)
+    launch = scatters[rank].prepare(*operands, outs)
+    session = session_of(scatters[rank])
+    packed = []
+    for seed in range(4):
+        seeded = case._replace(seed=seed)
+        values = lowp_cases.operands(seeded)
+        for x, value in zip(operands, case.shards(values, rank), strict=True):
+            x.copy_(value)
+        launch()
+        check(seeded, expected(seeded, *values), outs, rank)
+        packed.append(launch._packed)
+        if seed == 1:
+            session.moved, session.packed = session.packed, ctypes.create_string_buffer(session.packed.raw)
+            ctypes.memset(session.moved, 0xFF, len(session.moved))
+    assert packed[0] is packed[1] and packed[2] is packed[3] and packed[1] != packed[2]
+    return len(packed)
+
+
+def test_a_prepared_call_is_made_any_number_of_times(kernels: Kernels) -> None:
+    """It is packed once, and anew where the session's struct lies elsewhere: the old one is of no use any more."""
+    case = Case(2, 1, 40, 2, 64, 70, torch.bfloat16, "sage2_sm90", 1)
+    assert run_threads(case.ranks, again, prepare(kernels, case), case) == [4, 4]
+
+
 @pytest.mark.parametrize(("pdl", "expected_launches"), [(None, "0010"), (True, "1010"), (False, "0000")])
 def test_a_call_is_four_kernels_and_what_follows_a_wait_for_other_ranks_does_not_start_early(
     module: Module, kernels: Kernels, pdl: bool | None, expected_launches: str

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
@@ -33,6 +33,7 @@ __all__ = [
     "PART_Q",
     "PART_SCALES",
     "PART_V",
+    "DirectLaunch",
     "DirectScatter",
     "Kernels",
     "PeerSession",
@@ -188,7 +189,7 @@ class Kernels:
         self._finalize = module.bind("comm_lowp_finalize_v1")
         self._pack = module.bind("comm_lowp_pack_v1")
         self._unpack = module.bind("comm_lowp_unpack_v1")
-        self._scatter = module.bind("comm_lowp_scatter_v1")
+        self.scatter = module.bind_parts("comm_lowp_scatter_v1")
 
     def _guard(self) -> AbstractContextManager[object]:
         if self.device.type != "cuda" or _cuda.current_device() == self._index:
@@ -408,10 +409,6 @@ class Kernels:
         """
         return DirectScatter(self, session, grid, dtype)
 
-    def launch_direct(self, *fields: int) -> None:
-        """Launch a whole exchange over windows; see csrc/sage2.cu, comm_lowp_scatter_v1."""
-        self._scatter(*fields)
-
 
 def _padded(addresses: Sequence[int]) -> tuple[int, ...]:
     if len(addresses) > MAX_RANKS:
@@ -475,26 +472,71 @@ class DirectScatter:
         Raises:
             PeerStalledError: an earlier operation of the session has stalled.
         """
-        kernels = self._kernels
-        with kernels._guard():  # pyright: ignore[reportPrivateUsage]
-            stream, session = self._session.launch_context()
-            kernels.launch_direct(
-                stream,
-                self._geometry_address,
-                session,
-                *_view(q),
-                *_view(k),
-                *_view(v),
-                *self._storage,
-                *[out.data_ptr() for out in outs],
-                *self._tail,
-                kernels._flags(pdl),  # pyright: ignore[reportPrivateUsage]
-            )
+        launch = self.prepare(q, k, v, outs, pdl=pdl)
+        with self._kernels._guard():  # pyright: ignore[reportPrivateUsage]
+            launch()
+
+    def prepare(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        outs: Sequence[torch.Tensor],
+        *,
+        pdl: bool | None = None,
+    ) -> DirectLaunch:
+        """Return a call with this storage, to be made any number of times; arguments as of `__call__`."""
+        fields = (
+            *_view(q),
+            *_view(k),
+            *_view(v),
+            *self._storage,
+            *[out.data_ptr() for out in outs],
+            *self._tail,
+            self._kernels._flags(pdl),  # pyright: ignore[reportPrivateUsage]
+        )
+        return DirectLaunch(self, self._kernels.scatter, self._session, self._geometry_address, fields)
 
     @property
     def buffers(self) -> tuple[torch.Tensor, ...]:
         """The storage that outputs must not overlap."""
         return (self.window.local, *self.scratch.tensors, self.scratch.counters, *self.final)
+
+
+class DirectLaunch:
+    """A call of a `DirectScatter` whose storage is known; `DirectScatter.prepare` makes it.
+
+    It keeps addresses and not the tensors. Calling it is collective, and makes the call on the current stream; the
+    caller has made the device current, and raises what `DirectScatter` does.
+    """
+
+    __slots__ = ("_context", "_fields", "_geometry", "_owner", "_pack", "_packed", "_run", "_session")
+
+    def __init__(
+        self,
+        owner: DirectScatter,
+        parts: tuple[Callable[..., bytes], Callable[[bytes], None]],
+        session: PeerSession,
+        geometry: int,
+        fields: tuple[int, ...],
+    ) -> None:
+        self._owner = owner  # which has the storage behind the addresses
+        self._pack, self._run = parts
+        self._session = session
+        self._geometry = geometry
+        self._fields = fields
+        self._context: tuple[int, int] | None = None
+        self._packed = b""
+
+    def __call__(self) -> None:
+        """Make the call."""
+        context = self._session.launch_context()
+        if context != self._context:
+            # On another stream, or after the session has moved its struct.
+            stream, session = context
+            self._packed = self._pack(stream, self._geometry, session, *self._fields)
+            self._context = context
+        self._run(self._packed)
 
 
 @lru_cache(64)
