@@ -70,7 +70,7 @@ class Scratch:
             places only those of groups that the chunk touches are written.
         v_amax: largest magnitude of V by chunk, ``[B, H, C, D]`` in the input dtype.
         q_amax: largest magnitude of Q by group, not floored, fp32 ``[B, H, slots(L, GQ)]``; 0 where not used.
-        counters: int32 ``[B * H + 2]``, by which the last of a kernel's blocks finds out that it is the last: 0
+        counters: int32 ``[B * H + 3]``, by which the last of a kernel's blocks finds out that it is the last: 0
             before and after every kernel. Kernels that use one scratch must follow each other.
     """
 
@@ -216,7 +216,7 @@ class Kernels:
             new(b, h, chunks, _SEGMENTS, 2, d, of=dtype),
             new(b, h, chunks, d, of=dtype),
             new(b, h, grid.q_slots),
-            torch.zeros(b * h + 2, dtype=torch.int32, device=self.device),
+            torch.zeros(b * h + 3, dtype=torch.int32, device=self.device),
         )
 
     def final(self, grid: Grid, dtype: torch.dtype) -> Final:
@@ -419,7 +419,7 @@ def _padded(addresses: Sequence[int]) -> tuple[int, ...]:
 class DirectScatter:
     """scatter_qkv over windows: no send buffer, no separate exchange, no other collective; `Kernels.direct` makes it.
 
-    A call is four kernels, in one call into the library: statistics and their gather; what follows from them;
+    A call is three kernels, in one call into the library: statistics and their gather; what follows from them,
     quantize and pack into the peers' windows, and the end of the exchange; unpack. It is two operations of the
     session. A session that stalls fills the outputs with NaN bytes, as in every exchange over windows.
 

@@ -87,7 +87,7 @@ struct comm_lowp_scatter_args_v1 {
   const comm::Session* session;  // host memory
   View q, k, v;
   Partials partials;
-  uint32_t* counters;  // [B * H + 2], 0 between launches: of `statistics`, and of `pack`
+  uint32_t* counters;  // [B * H + 3], 0 between launches: of `statistics`, and two of `pack`
   uint16_t* k_mean;
   float* q_amax;
   float* k_amax;
@@ -203,8 +203,7 @@ int run_statistics(comm_lowp::StatisticsParams* params, cudaStream_t stream, uin
 
 int run_finalize(const comm_lowp::FinalizeParams& params, cudaStream_t stream, uint32_t flags) {
   const Geometry& g = params.geometry;
-  const uint32_t num_slots = comm_lowp::slots(g.local_sequence, g.k_group_log2);
-  const dim3 grid(comm_lowp::ceil_div(num_slots, comm_lowp::kFinalizeGroups), g.batch * g.heads);
+  const dim3 grid(comm_lowp::finalize_parts(g), g.batch * g.heads);
   COMM_REQUIRE(grid.y < 65536, "batch * heads must be below 65,536, is %u", grid.y);
   return launch(
       "finalize_kernel",
@@ -227,7 +226,8 @@ int run_pack(comm_lowp::PackParams* params, cudaStream_t stream, uint32_t flags)
     kernel =
         g.bfloat16 ? comm_lowp::pack_kernel<Bfloat16, 128> : comm_lowp::pack_kernel<Float16, 128>;
   }
-  return launch("pack_kernel", kernel, dim3(params->data_blocks + scale_blocks),
+  return launch("pack_kernel", kernel,
+                dim3(params->finalize_blocks + params->data_blocks + scale_blocks),
                 comm_lowp::kPackThreads, stream, flags, *params);
 }
 
@@ -360,17 +360,6 @@ COMM_EXPORT int comm_lowp_scatter_v1(const comm_lowp_scatter_args_v1* args) {
   }
   COMM_TRY(run_statistics(&statistics, stream, first_of(flags)));
   uint8_t* own = args->windows[g.rank];
-  comm_lowp::FinalizeParams finalize = {
-      g,
-      reinterpret_cast<const float*>(own + args->statistics_offset),
-      nullptr,
-      args->partials,
-      args->k_mean,
-      args->q_amax,
-      args->k_amax,
-      args->v_scale,
-      args->out_v_scale};
-  COMM_TRY(run_finalize(finalize, stream, kAfterWait));
   comm_lowp::PackParams pack = {};
   pack.geometry = g;
   pack.q = args->q;
@@ -381,11 +370,23 @@ COMM_EXPORT int comm_lowp_scatter_v1(const comm_lowp_scatter_args_v1* args) {
   pack.k_amax = args->k_amax;
   pack.v_scale = args->v_scale;
   pack.close = {session, 0, args->window, args->close_operation};
+  pack.finalize = {g,
+                   reinterpret_cast<const float*>(own + args->statistics_offset),
+                   nullptr,
+                   args->partials,
+                   args->k_mean,
+                   args->q_amax,
+                   args->k_amax,
+                   args->v_scale,
+                   args->out_v_scale};
   pack.blocks_done = args->counters + rows + 1;
+  pack.finalized = args->counters + rows + 2;
+  pack.finalize_parts = comm_lowp::finalize_parts(g);
+  pack.finalize_blocks = pack.finalize_parts * rows;
   pack.parts = comm_lowp::kPartQ | comm_lowp::kPartK | comm_lowp::kPartV | comm_lowp::kPartScales;
   for (uint32_t rank = 0; rank < g.world_size; ++rank)
     pack.destinations[rank] = args->windows[rank] + g.rank * payload.chunk_bytes;
-  COMM_TRY(run_pack(&pack, stream, flags));
+  COMM_TRY(run_pack(&pack, stream, kAfterWait));
   comm_lowp::UnpackParams unpack = {};
   unpack.geometry = g;
   unpack.received = own;

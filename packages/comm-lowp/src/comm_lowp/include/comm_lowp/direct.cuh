@@ -1,18 +1,21 @@
 // scatter_qkv over windows: the statistics and the payload go straight into the memory of the
 // peers.
 //
-//   statistics ► finalize ► pack ► unpack
+//   statistics ► pack ► unpack
 //
 // Two operations of the session: `gather`, of the statistics, which the last block of `statistics`
 // does, and `close`, the end of the exchange of the payload, which the last block of `pack` does.
-// No other block of a call waits for another rank. A launch costs the host several microseconds, so
-// no signal has a kernel of its own.
+// No other block of a call waits for another rank. The first blocks of `pack` finalize the
+// statistics, and its others wait for them: that is a wait within one launch, for blocks that have
+// started before and wait for nothing.
+//
+// A launch costs the host several microseconds, so what is small has no kernel of its own.
 //
 // Invariants, beyond those of comm_core/barrier.cuh:
 //
 // 1. A window holds the payloads of all sources, and behind them the statistics of all ranks.
 // 2. A rank stores its statistics into the peers' windows without asking. What it may overwrite
-//    there was read by a peer's `finalize`, which ended before that peer's `pack` and so before its
+//    there was read by the blocks of a peer that finalize, which were through before that peer's
 //    `close`; and whoever stores the statistics of the next call has left that `close`.
 // 3. A rank takes part in `gather` after its previous `unpack` (stream order), so its mark there
 //    permits to store the payload. Whoever has left `gather` has seen every mark, and stores its
