@@ -21,7 +21,7 @@ from comm_core.errors import ArgumentTypeError, ArgumentValueError, JointValueEr
 from comm_core.ulysses.codec import CodecHost, CodecWorkspace, EncodedCall
 from comm_core.ulysses.validation import byte_range
 from comm_lowp import _env, finite
-from comm_lowp.known import KnownCall, KnownCalls
+from comm_lowp.known import KnownCall, KnownCalls, Launch
 from comm_lowp.pipeline import Pipeline, make_pipeline
 from comm_lowp.sage2 import primitives
 from comm_lowp.sage2.dispatch import kernels_for
@@ -175,16 +175,23 @@ class UlyssesQKVWorkspace(CodecWorkspace):
         self, host: CodecHost, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: object | None
     ) -> UlyssesQKV:
         """See `UlyssesCommunicator.scatter_qkv`."""
-        known = None
-        if out is None:
-            known = self._known.find((q, k, v))
-        elif type(out) is UlyssesQKV and out[6:] == self._metadata:
-            written = out[:6]
-            known = self._known.find((q, k, v, *written))
-            if known is not None and known.launch is not None and host is self._host and not host.checked:
-                host.launch("scatter_qkv", known.launch, written, self._sent_bytes)
-                return out
+        known = self._find(q, k, v, out)
+        if known is not None and known.launch is not None and host is self._host and not host.checked:
+            target = cast("UlyssesQKV", out)
+            host.launch("scatter_qkv", known.launch, target[:6], self._sent_bytes)
+            return target
         return cast("UlyssesQKV", host.run("scatter_qkv", self._prepare, host, known, q, k, v, out))
+
+    def _find(self, q: object, k: object, v: object, out: object | None) -> KnownCall | None:
+        """Return the call with this storage if it was found good before; raises nothing."""
+        if out is None:
+            return self._known.find((q, k, v))
+        try:
+            if type(out) is not UlyssesQKV or out[6:] != self._metadata:
+                return None
+        except Exception:
+            return None  # fields of types that can't be compared; the checks say so, where all ranks hear it
+        return self._known.find((q, k, v, *out[:6]))
 
     def _prepare(
         self,
@@ -204,13 +211,16 @@ class UlyssesQKVWorkspace(CodecWorkspace):
             self._check(q, k, v, out)
         target = cast("UlyssesQKV | None", out)
         written = () if target is None else target[:6]
-        if known is None:
+        if known is not None:
+            launch = known.launch
+        else:
             launch = self._pipeline.prepare(q, k, v, written) if written else None
             self._known.keep((q, k, v, *written), launch)
         if host.checked:
             finite.check_finite(self._grid, q, k, v)
             finite.check_padding(self._grid, q, k, v)
-        return EncodedCall(self._geometry, partial(self._execute, q, k, v, target), written, self._sent_bytes)
+        execute = partial(self._execute, q, k, v, target) if launch is None else partial(_launch, launch, target)
+        return EncodedCall(self._geometry, execute, written, self._sent_bytes)
 
     def _check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: object | None) -> None:
         for x, name in ((q, "q"), (k, "k"), (v, "v")):
@@ -283,6 +293,11 @@ class UlyssesQKVWorkspace(CodecWorkspace):
         if self._last_stream is not None and stream != self._last_stream:
             _cuda.wait_for_stream(self.device, self._last_stream)
         self._last_stream = stream
+
+
+def _launch(launch: Launch, out: UlyssesQKV | None) -> UlyssesQKV | None:
+    launch()
+    return out
 
 
 # Preparation
