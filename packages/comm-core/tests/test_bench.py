@@ -10,17 +10,32 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from comm_core.bench import command, contenders, floor, geometry, goals, launch, plot, redact, report, timing, ulysses
+from comm_core.bench import (
+    allreduce_command,
+    command,
+    contenders,
+    floor,
+    geometry,
+    goals,
+    launch,
+    plot,
+    redact,
+    report,
+    timing,
+    ulysses,
+)
 from comm_core.bench.contenders import AllToAll
 from comm_core.bench.floor import Floor
 from comm_core.bench.geometry import MIB, OPERATIONS, Geometry
 from comm_core.bench.launch import Placement, place
+from comm_core.bench.options import SharedOptions
 from comm_core.errors import ArgumentValueError, CommError, UnsupportedError
 from comm_core.testing import reference
 from comm_core.testing.cli import commctl
@@ -305,17 +320,45 @@ def test_a_plot_has_the_slower_operation_by_size():
     assert sizes == pytest.approx((1.5, 184.57), abs=0.01) and ratios[1] == pytest.approx(600 / 493.7, abs=1e-3)
 
 
+@pytest.mark.parametrize("name", ["ulysses", "allreduce"])
 def test_a_plot_that_can_not_be_drawn_is_refused_before_anything_is_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setattr(launch, "ranks", lambda *_, **__: pytest.fail("ranks were started"))
     monkeypatch.setattr(plot.importlib.util, "find_spec", lambda name: None)
-    assert commctl("bench", "ulysses", "--device", "cpu", "--plot", str(tmp_path / "x.png")) == 1
+    assert commctl("bench", name, "--device", "cpu", "--plot", str(tmp_path / "x.png")) == 1
     assert "pip install comm-core[plot]" in capsys.readouterr().err
     monkeypatch.undo()
     monkeypatch.setattr(launch, "ranks", lambda *_, **__: pytest.fail("ranks were started"))
-    assert commctl("bench", "ulysses", "--device", "cpu", "--json", str(tmp_path / "no" / "x.json")) == 1
+    assert commctl("bench", name, "--device", "cpu", "--json", str(tmp_path / "no" / "x.json")) == 1
     assert "its folder does not exist" in capsys.readouterr().err
+
+
+SHARED = "-b gloo -n 3 --where shared --device cpu --quick --no-compare --json {0}/a --plot {0}/b.svg --timeout 7"
+
+
+@pytest.mark.parametrize("module", [command, allreduce_command], ids=["ulysses", "allreduce"])
+def test_what_the_benchmarks_share_means_the_same_to_both(
+    module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Every option that is declared for both reaches its field, and without any of them both begin alike."""
+    seen: list[SharedOptions] = []
+    monkeypatch.setattr(module, "run", lambda options: seen.append(options) or 0)
+    name = "ulysses" if module is command else "allreduce"
+    assert commctl("bench", name, *SHARED.format(tmp_path).split()) == commctl("bench", name) == 0
+    shared, default = ({field.name: getattr(item, field.name) for field in fields(SharedOptions)} for item in seen)
+    assert default == asdict(SharedOptions())
+    assert shared == {
+        "backends": ("gloo",),
+        "ranks": 3,
+        "where": "shared",
+        "device": "cpu",
+        "quick": True,
+        "compare": False,
+        "json": tmp_path / "a",
+        "plot": tmp_path / "b.svg",
+        "timeout_s": 7.0,
+    }
 
 
 def test_a_plot_must_be_of_a_kind_that_can_be_written():

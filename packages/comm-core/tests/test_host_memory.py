@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import gc
+import mmap
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ from comm_core.errors import CommError, JointError, PeerStalledError
 from comm_core.group import Group, as_group
 from comm_core.jit import Module
 from comm_core.jit.cache import Artifact
+from comm_core.memory import host_fd, passing
 from comm_core.memory.peer import AUTO, FORMS, HOST, map_jointly, probe_memory
 from comm_core.testing.host_modules import HOST_WINDOWS, compile_for_host
 from comm_core.testing.ranks import RankPool, run_threads
@@ -79,8 +83,6 @@ def fails_at(group: Group, step: str, monkeypatch: Any) -> str:
 
 @pytest.mark.parametrize("step", ["memfd_create", "mmap"])
 def test_what_the_system_refuses_is_everybodys_error(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from comm_core.memory import host_fd
-
     def refuse(*_: Any, **__: Any) -> Any:
         raise OSError(24, "Too many open files")
 
@@ -91,6 +93,35 @@ def test_what_the_system_refuses_is_everybodys_error(step: str, monkeypatch: pyt
         monkeypatch.setattr(host_fd.os, step, refuse)
     found = run_threads(2, fails_at, step, monkeypatch)
     assert found[0] == found[1] and "Too many open files" in found[0]
+    assert descriptors() == before
+
+
+@pytest.mark.parametrize("step", ["listen", "run", "map"])
+def test_no_descriptor_stays_where_passing_them_fails(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On any way out: the own one that is on offer, and those of the peers that were not mapped yet."""
+    lock, calls = threading.Lock(), [0]
+
+    class FailsLater(mmap.mmap):
+        def __new__(cls, *arguments: Any) -> Any:
+            with lock:
+                calls[0] += 1
+                # Each rank maps its own first, and one of them then one of its peers'.
+                if calls[0] > 4:
+                    raise OSError(12, "Cannot allocate memory")
+            return super().__new__(cls, *arguments)
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise CommError(f"no {step} today")
+
+    before = descriptors()
+    if step == "map":
+        monkeypatch.setattr(host_fd.mmap, "mmap", FailsLater)
+    else:
+        monkeypatch.setattr(passing.Exchange, {"listen": "__init__", "run": "run"}[step], refuse)
+    found = run_threads(3, fails_at, step, monkeypatch)
+    assert len(set(found)) == 1
+    assert ("Cannot allocate memory" if step == "map" else f"no {step} today") in found[0]
+    gc.collect()
     assert descriptors() == before
 
 

@@ -43,6 +43,7 @@ from comm_core.memory.in_process import InProcessMemory
 from comm_core.plugins.hookspecs import API_VERSION, hookimpl
 from comm_core.testing import reference
 from comm_core.testing.every_operation import every_operation
+from comm_core.testing.half_closed import close_in_two
 from comm_core.testing.host_modules import HOST_WINDOWS, compile_for_host
 from comm_core.testing.ranks import run_threads
 from comm_core.testing.reference import assert_same_bits, make_input
@@ -152,7 +153,7 @@ def transports(module: Module, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict
             raise JitMissingError("module 'comm_core_windows' is not built and COMM_JIT=off")
         return module
 
-    allocate, map_ = InProcessMemory.allocate, InProcessMemory.map
+    allocate, map_, free = InProcessMemory.allocate, InProcessMemory.map, InProcessMemory.free
 
     def allocate_here(self: InProcessMemory, nbytes: int) -> None:
         if faulty("allocate"):
@@ -167,7 +168,14 @@ def transports(module: Module, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict
     monkeypatch.setattr(jit, "load", load)
     monkeypatch.setattr(session, "Calls", FaultyCalls)
     monkeypatch.setattr(InProcessMemory, "allocate", allocate_here)
+
+    def free_here(self: InProcessMemory) -> None:
+        if faulty("free"):
+            raise CommError("cudaFree failed with CUDA error 1: invalid argument")
+        free(self)
+
     monkeypatch.setattr(InProcessMemory, "map", map_here)
+    monkeypatch.setattr(InProcessMemory, "free", free_here)
     plugins.register("threads", Plugin())
     yield made
     plugins.unregister("threads")
@@ -573,6 +581,33 @@ def test_closing_twice_and_a_session_nobody_closed(module: Module) -> None:
     run_threads(2, dropped)
     with pytest.warns(ResourceWarning, match="never released"):
         gc.collect()
+
+
+def half_closed(group: Group, module: Module, copy_engines: bool) -> None:
+    opened = open_session(group, module, copy_engines=copy_engines)
+    plan = plans.exchange_chunks(8, 1, group.rank, group.size)
+    source = torch.zeros(plan.target_bytes, dtype=torch.uint8)
+    staged = torch.empty_like(source)
+
+    def fail(kind: str | None) -> None:
+        here.fault = kind if group.rank == 1 else None
+
+    close_in_two(
+        opened,
+        group,
+        spoil=lambda: fail("free"),
+        mend=lambda: fail(None),
+        more={"exchange by staging": lambda: opened.exchange(plan, (source,), staged)},
+    )
+
+
+@pytest.mark.parametrize("copy_engines", [False, True])
+def test_nothing_but_close_is_done_after_a_close_that_failed(
+    module: Module, transports: dict[str, HostTransport], copy_engines: bool
+) -> None:
+    """E6: rank 1 can't free a window that others have unmapped. Every call is refused at once, on every rank."""
+    run_threads(2, half_closed, module, copy_engines)
+    assert in_process._alive == {}
 
 
 # Streams and captures

@@ -220,8 +220,9 @@ def half_closed_communicator(group: Group, driver: FakeDriver) -> bool:
     for call in (lambda: comm.scatter_heads(x, out=out), lambda: comm.scatter_heads(x), comm.check):
         with pytest.raises(ClosedError, match="call close on every rank again"):
             call()
-    with pytest.raises(JointError, match=r"closing .* has begun"):
-        comm.checkpoint_prepare()
+    for change in (comm.checkpoint_prepare, lambda: comm.checkpoint_restore(group)):
+        with pytest.raises(ClosedError, match=r"closing .* has begun"):
+            change()
     driver.fail("cuMemUnmap", times=0)
     group.barrier("mended")
     comm.close()
@@ -232,6 +233,32 @@ def half_closed_communicator(group: Group, driver: FakeDriver) -> bool:
 def test_windows_that_are_half_closed_are_not_used(driver: FakeDriver) -> None:
     """E6: some windows are unmapped, so neither a call nor a checkpoint may touch them."""
     assert run_threads(2, half_closed_communicator, driver, timeout_s=60) == [True, True]
+
+
+def half_closed_alone(group: Group, driver: FakeDriver) -> str:
+    comm = communicator(group)
+    session: Any = comm._session
+    comm.checkpoint_prepare()
+    group.barrier("detached")
+    if group.rank == 1:
+        driver.fail("cuMemAddressFree", times=1000)
+        with pytest.raises(CommError, match="can't take down"):
+            comm.close()
+        for change in (comm.checkpoint_prepare, lambda: comm.checkpoint_restore(group), session.check):
+            with pytest.raises(ClosedError, match=r"rank 1: .*closing .* has begun"):
+                change()
+        driver.fail("cuMemAddressFree", times=0)
+    group.barrier("mended")
+    comm.close()
+    with pytest.raises(ClosedError, match=f"rank {group.rank}: a call: this session of transport 'mnnvl' is closed"):
+        session.check()
+    return session.state
+
+
+@pytest.mark.usefixtures("_transport")
+def test_detached_windows_that_are_half_closed_do_not_come_back(driver: FakeDriver) -> None:
+    """H2: closing is local then, so the refusal is: the other ranks are not asked, and may be closed already."""
+    assert run_threads(2, half_closed_alone, driver, timeout_s=60) == ["closed", "closed"]
 
 
 def beside_a_call(group: Group) -> tuple[str, bool]:

@@ -26,6 +26,7 @@ from comm_core import UlyssesCommunicator, _cuda, jit, plugins
 from comm_core.consensus import Transaction
 from comm_core.errors import (
     ArgumentValueError,
+    CommError,
     CudaCallError,
     JitMissingError,
     JointError,
@@ -43,6 +44,7 @@ from comm_core.memory.in_process import InProcessMemory
 from comm_core.plugins.hookspecs import API_VERSION, hookimpl
 from comm_core.testing import reference
 from comm_core.testing.every_operation import every_operation
+from comm_core.testing.half_closed import close_in_two
 from comm_core.testing.host_modules import HOST_WINDOWS, compile_for_host
 from comm_core.testing.ranks import run_threads
 from comm_core.testing.reference import assert_same_bits, bits, make_input
@@ -190,12 +192,17 @@ def transports(modules: Modules, monkeypatch: pytest.MonkeyPatch) -> Iterator[di
             raise JitMissingError(f"module {spec.name!r} is not built and COMM_JIT=off")
         return modules[spec.name]
 
-    allocate = InProcessMemory.allocate
+    allocate, free = InProcessMemory.allocate, InProcessMemory.free
 
     def allocate_here(self: InProcessMemory, nbytes: int) -> None:
         if faulty("allocate"):
             raise torch.OutOfMemoryError("CUDA out of memory")
         allocate(self, nbytes)
+
+    def free_here(self: InProcessMemory) -> None:
+        if faulty("free"):
+            raise CommError("cudaFree failed with CUDA error 1: invalid argument")
+        free(self)
 
     clear = NvlinkSession.clear_signals
 
@@ -214,6 +221,7 @@ def transports(modules: Modules, monkeypatch: pytest.MonkeyPatch) -> Iterator[di
     monkeypatch.setattr(jit, "load", load)
     monkeypatch.setattr(session, "Calls", FaultyCalls)
     monkeypatch.setattr(InProcessMemory, "allocate", allocate_here)
+    monkeypatch.setattr(InProcessMemory, "free", free_here)
     monkeypatch.setattr(NvlinkSession, "clear_signals", clear_here)
     monkeypatch.setattr(board.Boards, "__init__", map_here)
     plugins.register("nvlink threads", Plugin())
@@ -1015,3 +1023,24 @@ def test_closing_forgets_what_was_prepared(modules: Modules) -> None:
 
     run_threads(2, rank)
     assert all(not made._prepared and not made._held and not made.look() for made in kept)
+
+
+def half_closed(group: Group, modules: Modules, chosen: Settings) -> None:
+    def fail(kind: str | None) -> None:
+        here.fault = kind if group.rank == 1 else None
+
+    with opened(group, modules, chosen) as made:
+        # A real one needs a torch with CUDA.
+        pool: Any = SimpleNamespace(allocating=lambda device: contextlib.nullcontext(), close=lambda: None)
+        made._pool = pool
+        more = {"memory_pool": made.memory_pool}
+        close_in_two(made, group, spoil=lambda: fail("free"), mend=lambda: fail(None), more=more)
+
+
+@pytest.mark.parametrize("engines", [False, True])
+def test_nothing_but_close_is_done_after_a_close_that_failed(
+    modules: Modules, transports: dict[str, ThreadTransport], engines: bool
+) -> None:
+    """E6: rank 1 can't free a window that others have unmapped. Every call is refused at once, on every rank."""
+    run_threads(2, half_closed, modules, settings(2, engines=engines))
+    assert in_process._alive == {}

@@ -1,4 +1,4 @@
-"""What several test files of comm-pcie need: its modules, compiled for the host.
+"""What several test files of comm-pcie need: its modules, compiled for the host; and what they share, to import.
 
 A module's source is compiled as it is, but for its launches: ``kernel<<<grid, block, shared, stream>>>(arguments)``
 becomes a call in stream order of ``kernel(arguments)``, a host function of the same name. ``host_runtime.h`` has
@@ -8,14 +8,13 @@ streams, events, graphs, copies and memory.
 from __future__ import annotations
 
 import ctypes
-import importlib.util
+import importlib
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
@@ -27,10 +26,18 @@ from comm_core.testing.host_modules import HOST_WINDOWS, compile_for_host
 from comm_core.windows.launch import WINDOWS
 from comm_pcie import selftest
 from comm_pcie.exchange import EXCHANGE
+from comm_pcie.rdma.engine import VerbsApi, VerbsLibraries, load_verbs, require
 from comm_pcie.selftest import SELFTEST
 
 HERE = Path(__file__).parent
+# The tests of this folder, and of that below it, import its other modules; and so do the ranks of their pools.
+sys.path.insert(0, str(HERE))
 _LAUNCH = re.compile(r"([\w:]+)<<<(.*?)>>>\((.*?)\);", re.DOTALL)
+
+
+def emulator() -> Any:
+    """The module that builds and runs the verbs emulator; it can be imported once this one is."""
+    return importlib.import_module("rdma_emulator")
 
 
 class Hosted(NamedTuple):
@@ -94,30 +101,48 @@ def modules(tmp_path_factory: pytest.TempPathFactory) -> Hosted:
     )
 
 
-def _sibling(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"pcie_{name}", HERE / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = sys.modules.setdefault(spec.name, importlib.util.module_from_spec(spec))
-    spec.loader.exec_module(module)
-    return module
+@pytest.fixture(scope="session")
+def rdma_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where what tests of the routes over NICs need is compiled, once."""
+    return emulator().session_folder(tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
-def rdma_libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What tests of the routes over NICs need compiled, for the host, once."""
-    emulator = _sibling("rdma_host").emulator
-    folder = emulator.session_folder(tmp_path_factory)
-    return {
-        "emulator": str(emulator.build(folder)),
-        "engine": str(emulator.engine_module(folder).artifact.path),
-        "windows": str(compile_for_host(WINDOWS, Path(comm_core.__file__).parent, HOST_WINDOWS, folder)),
-    }
+def library(rdma_folder: Path) -> Path:
+    """The emulator."""
+    return emulator().build(rdma_folder)
+
+
+@pytest.fixture(scope="session")
+def engine_module(rdma_folder: Path) -> Module:
+    """The engine, compiled for the host."""
+    return emulator().engine_module(rdma_folder)
+
+
+@pytest.fixture(scope="session")
+def api(library: Path, engine_module: Module) -> VerbsApi:
+    """The verbs as the emulator has them."""
+    return require(load_verbs(VerbsLibraries(str(library), str(library)), module=engine_module))
+
+
+@pytest.fixture
+def world(library: Path, tmp_path: Path, api: VerbsApi) -> Iterator[Any]:
+    """A fabric of three NICs, checked at the end: every rule has fired, no object is left."""
+    with emulator().World(library, tmp_path / "fabric", emulator().nics(3)) as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def rdma_libraries(rdma_folder: Path, library: Path, engine_module: Module) -> dict[str, str]:
+    """What whole communicators of the routes over NICs need."""
+    windows = compile_for_host(WINDOWS, Path(comm_core.__file__).parent, HOST_WINDOWS, rdma_folder)
+    return {"emulator": str(library), "engine": str(engine_module.artifact.path), "windows": str(windows)}
 
 
 @pytest.fixture
 def fabric(rdma_libraries: dict[str, str], tmp_path: Path) -> Iterator[Any]:
     """A fabric; afterwards nothing is left in it, every rule has fired, and no message came before its receive."""
-    found = _sibling("rdma_host").Fabric(rdma_libraries, tmp_path)
+    found = importlib.import_module("rdma_host").Fabric(rdma_libraries, tmp_path)
     yield found
     counters = found.world.counters()
     found.world.close()

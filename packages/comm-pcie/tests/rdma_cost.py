@@ -9,14 +9,15 @@ emulator's own work is in the figures, so a NIC's host costs less than this, or 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import statistics
 import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+
+import rdma_emulator as emulator
+import rdma_ranks as ranks_of
 
 from comm_pcie.rdma.engine import VerbsLibraries, load_verbs, require
 
@@ -24,18 +25,8 @@ GOAL_US = 20.0
 SECOND = 1_000_000_000
 
 
-def _sibling(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(f"pcie_{name}_cost", Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 def measure(calls: int, folder: Path) -> dict[str, float]:
     """Return the figures."""
-    emulator, ranks_of = _sibling("emulator"), _sibling("rdma_ranks")
     library = emulator.build(folder, "-O2")
     module = emulator.engine_module(folder, "-O3")
     with emulator.World(library, folder / "fabric", emulator.nics(1), copies=False):

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import importlib.util
 import json
 import os
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import rdma_emulator as emulator
 import torch
 
 from comm_core import UlyssesCommunicator, plugins
@@ -38,11 +37,6 @@ from comm_pcie.rdma.port import HostPort, PortArguments
 from comm_pcie.rdma.session import RdmaSession
 from comm_pcie.session import PcieSession
 from comm_pcie.transport import Modules, PcieTransport
-
-_SPEC = importlib.util.spec_from_file_location("pcie_rdma_emulator", Path(__file__).with_name("emulator.py"))
-assert _SPEC is not None and _SPEC.loader is not None
-emulator = sys.modules.setdefault(_SPEC.name, importlib.util.module_from_spec(_SPEC))
-_SPEC.loader.exec_module(emulator)
 
 VARIABLE = "TEST_RDMA"
 CPU = torch.device("cpu")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import pcie_sysfs as sysfs
 import pytest
 
 from comm_core import plugins
@@ -15,11 +15,6 @@ from comm_core.testing import topologies as fake
 from comm_core.testing.cli import commctl, topology_file
 from comm_pcie.plugin import PciePlugin
 from comm_pcie.rdma.facts import ROCE_V2, GidEntry, NicFacts, RdmaFacts
-
-_SPEC = importlib.util.spec_from_file_location("pcie_sysfs_fixture_cli", Path(__file__).with_name("sysfs.py"))
-assert _SPEC is not None and _SPEC.loader is not None
-sysfs = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(sysfs)
 
 
 @pytest.fixture(autouse=True)

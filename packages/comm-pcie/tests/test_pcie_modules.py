@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
+import rdma_emulator as emulator
+import rdma_ranks as ranks_of
 
 import comm_pcie
 from comm_core.jit import ModuleSpec
@@ -20,19 +20,6 @@ from comm_pcie.plugin import plugin
 from comm_pcie.rdma.module import RDMA
 from comm_pcie.rdma.verbs import VerbsLibraries, load_verbs
 from comm_pcie.selftest import SELFTEST
-
-
-def _sibling(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(f"pcie_{name}_modules", Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-emulator = _sibling("emulator")
-ranks_of = _sibling("rdma_ranks")
 
 PACKAGE = Path(comm_pcie.__file__).parent
 MODULES = (EXCHANGE, SELFTEST, RDMA)
@@ -75,9 +62,10 @@ def test_it_is_as_every_module_must_be(built: tuple[ModuleSpec, Artifact]) -> No
     assert needed and not [name for name in needed if "verbs" in name or "mlx5" in name or "cuda" in name]
 
 
-def test_the_engine_that_nvcc_has_built_moves_bytes(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> None:
+def test_the_engine_that_nvcc_has_built_moves_bytes(
+    library: Path, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+) -> None:
     """What users get, by the JIT's own flags; the other tests of it compile it with the host's compiler."""
-    library = emulator.build(emulator.session_folder(tmp_path_factory))
     module = open_library(RDMA, artifact_of(RDMA, tmp_path_factory))
     loaded = load_verbs(VerbsLibraries(str(library), str(library)), module=module)
     assert loaded.api is not None, loaded.reason

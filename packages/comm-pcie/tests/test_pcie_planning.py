@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pcie_sysfs as sysfs
 import pytest
 
 from comm_core.testing import topologies as fake
@@ -17,11 +17,6 @@ from comm_core.topology.ulysses import UlyssesPciePlan
 from comm_core.transport.interface import ProbeContext, Request, Verdict
 from comm_pcie import hints, routes
 from comm_pcie.transport import PcieTransport
-
-_SPEC = importlib.util.spec_from_file_location("pcie_sysfs_fixture", Path(__file__).with_name("sysfs.py"))
-assert _SPEC is not None and _SPEC.loader is not None
-sysfs = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(sysfs)
 
 GPUS = [f"0000:{0x10 + i:02x}:00.0" for i in range(8)]
 

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import rdma_host as host
 
 from comm_core.testing.contract import TransportContract
 from comm_core.testing.ranks import RankPool
 from comm_pcie import ExperimentalWarning
-
-_SPEC = importlib.util.spec_from_file_location("pcie_rdma_host", Path(__file__).with_name("rdma_host.py"))
-assert _SPEC is not None and _SPEC.loader is not None
-host = sys.modules.setdefault(_SPEC.name, importlib.util.module_from_spec(_SPEC))
-_SPEC.loader.exec_module(host)
 
 
 def make_plugin() -> object:

@@ -2,32 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import platform
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-
-def _sibling(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(f"pcie_{name}_conformance", Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-emulator = _sibling("emulator")
+import rdma_emulator as emulator
 
 PROGRAMS = Path(__file__).with_name("verbs_emulator") / "programs"
 CASES = re.findall(r'^\s*\{"(\w+)",', (PROGRAMS / "conformance.cpp").read_text(encoding="utf-8"), re.MULTILINE)
@@ -35,11 +22,6 @@ MESSAGE = 1 << 20
 """Largest message of the NICs here, as ``conformance.cpp`` has it."""
 SYSTEM_PYTHON = "/usr/bin/python3"
 SECONDS = 60
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return emulator.build(emulator.session_folder(tmp_path_factory))
 
 
 @pytest.fixture(scope="module")

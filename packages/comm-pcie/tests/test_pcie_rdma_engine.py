@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import os
 import re
 import statistics
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -16,7 +14,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
+import rdma_emulator as emulator
+import rdma_ranks as ranks_of
 import torch
+from rdma_ranks import LONG, Ranks, Shape
 
 from comm_core.errors import ArgumentValueError, ClosedError, JitBuildError, UnsupportedError
 from comm_core.jit import Module
@@ -36,47 +37,17 @@ from comm_pcie.rdma.engine import (
 )
 from comm_pcie.rdma.geometry import MAX_STRIDE, Band, Geometry, Transfer, problem_of
 
-
-def _sibling(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(f"pcie_{name}_engine", Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-emulator = _sibling("emulator")
-ranks_of = _sibling("rdma_ranks")
-Ranks, Shape, LONG = ranks_of.Ranks, ranks_of.Shape, ranks_of.LONG
-
 OPERATIONS = ("scatter_heads", "gather_heads", "exchange_chunks")
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return emulator.session_folder(tmp_path_factory)
-
-
-@pytest.fixture(scope="module")
-def engine_module(folder: Path) -> Module:
-    return emulator.engine_module(folder)
-
-
-@pytest.fixture(scope="module")
-def api(folder: Path, engine_module: Module) -> VerbsApi:
-    library = str(emulator.build(folder))
-    return require(load_verbs(VerbsLibraries(library, library), module=engine_module))
-
-
 @pytest.fixture
-def make_world(folder: Path, tmp_path: Path, api: VerbsApi) -> Iterator[Any]:
+def make_world(library: Path, tmp_path: Path, api: VerbsApi) -> Iterator[Any]:
     """Return what makes a fabric of this test; each is checked at the end."""
     made: list[Any] = []
 
     def make(size: int = 8, *, copies: bool = True, shuffle: int = 0, **changes: Any) -> Any:
         path, devices = tmp_path / f"fabric{len(made)}", emulator.nics(size, **changes)
-        made.append(emulator.World(emulator.build(folder), path, devices, copies=copies, shuffle=shuffle))
+        made.append(emulator.World(library, path, devices, copies=copies, shuffle=shuffle))
         return made[-1]
 
     yield make
@@ -251,9 +222,9 @@ def test_a_payload_above_the_limit_is_split(make_world: Any, api: VerbsApi, oper
         assert ranks.engines[1].counters.split_writes == 2 * (pieces - 1) + 2
 
 
-def test_the_smaller_of_two_limits_counts(folder: Path, tmp_path: Path, api: VerbsApi) -> None:
+def test_the_smaller_of_two_limits_counts(library: Path, tmp_path: Path, api: VerbsApi) -> None:
     devices = [emulator.nics(1, max_message=1000)[0], emulator.nics(2, max_message=300)[1]]
-    with emulator.World(emulator.build(folder), tmp_path / "fabric", devices):
+    with emulator.World(library, tmp_path / "fabric", devices):
         shape = Shape("scatter_heads", 2, 13, 61)
         with Ranks(api, 2, shape.nbytes) as ranks:
             ranks.run(shape)
@@ -431,13 +402,13 @@ def test_both_languages_mean_the_same() -> None:
 # -- Loading ------------------------------------------------------------------------------------------------------
 
 
-def test_a_missing_library_or_symbol_is_a_reason(api: VerbsApi, engine_module: Module, folder: Path) -> None:
-    library = str(emulator.build(folder))
+def test_a_missing_library_or_symbol_is_a_reason(api: VerbsApi, engine_module: Module, library: Path) -> None:
+    good = str(library)
     for names, texts in (
-        (VerbsLibraries("libnone.so.7", library), ("libnone.so.7", "install libibverbs1")),
-        (VerbsLibraries(library, "libnone.so.7"), ("libnone.so.7", "install ibverbs-providers")),
-        (VerbsLibraries("libm.so.6", library), ("libm.so.6 has no ibv_get_device_list", "rdma-core 36")),
-        (VerbsLibraries(library, "libm.so.6"), ("libm.so.6 has no mlx5dv_is_supported", "rdma-core 36")),
+        (VerbsLibraries("libnone.so.7", good), ("libnone.so.7", "install libibverbs1")),
+        (VerbsLibraries(good, "libnone.so.7"), ("libnone.so.7", "install ibverbs-providers")),
+        (VerbsLibraries("libm.so.6", good), ("libm.so.6 has no ibv_get_device_list", "rdma-core 36")),
+        (VerbsLibraries(good, "libm.so.6"), ("libm.so.6 has no mlx5dv_is_supported", "rdma-core 36")),
     ):
         found = load_verbs(names, module=engine_module)
         assert found.api is None and all(text in found.reason for text in texts), found.reason

@@ -6,7 +6,6 @@ region, key, queue pair is left, and every fault that was ordered has happened.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
 import time
@@ -15,9 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import rdma_emulator as emulator
+import rdma_host as host
 import torch
 
 from comm_core.errors import (
+    ClosedError,
     CommError,
     GroupTimeoutError,
     JointError,
@@ -28,12 +30,6 @@ from comm_core.errors import (
 from comm_core.testing import reference
 from comm_core.testing.ranks import RankPool
 from comm_core.testing.reference import assert_same_bits, make_input
-
-_SPEC = importlib.util.spec_from_file_location("pcie_rdma_host", Path(__file__).with_name("rdma_host.py"))
-assert _SPEC is not None and _SPEC.loader is not None
-host = sys.modules.setdefault(_SPEC.name, importlib.util.module_from_spec(_SPEC))
-_SPEC.loader.exec_module(host)
-emulator = host.emulator
 
 AT_ONCE_S = 6.0
 """Within this an abort reaches everybody, on a busy machine; the deadline of the group is five times that."""
@@ -401,11 +397,26 @@ def closes(group: Any, refused: bool) -> tuple[str, bool]:
     with host.installed():
         comm = host.communicator(group)
         exchanged(comm)
+        operand, out, _ = example(comm)
         text = ""
         if refused:
             with pytest.raises(JointError) as error:
                 comm.close()
             text = str(error.value)
+            session = host.session_of(comm)
+            x = torch.zeros(1, 1, 2, 1, dtype=torch.uint8)
+            for call in (
+                lambda: comm.scatter_heads(operand, out=out),
+                lambda: comm.input_buffer(out, (1,)),
+                lambda: comm.allocate_output(x, "exchange_chunks"),
+                lambda: session.all_gather_small(x, x),
+                lambda: session.window(1),
+                session.launch_context,
+                session.barrier,
+                comm.check,
+            ):
+                with pytest.raises(ClosedError, match=f"rank {comm.rank}: .*call close on every rank again"):
+                    call()
         comm.close()
         comm.close()
         with pytest.raises(CommError):

@@ -2,57 +2,25 @@
 
 from __future__ import annotations
 
-import importlib.util
 import random
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import rdma_emulator as emulator
+from rdma_ranks import LONG, Ranks, Shape
 
 from comm_core.errors import ArgumentValueError, ClosedError, TransportError
-from comm_pcie.rdma.engine import Kind, RdmaEngine, Settings, VerbsApi, VerbsLibraries, load_verbs, require
-
-
-def _sibling(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(f"pcie_{name}_faults", Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-emulator = _sibling("emulator")
-ranks_of = _sibling("rdma_ranks")
-Ranks, Shape, LONG = ranks_of.Ranks, ranks_of.Shape, ranks_of.LONG
+from comm_pcie.rdma.engine import Kind, RdmaEngine, Settings, VerbsApi
 
 SHORT = 300_000_000
 """For what must run out, and long enough for whoever must not."""
 SHAPE = Shape("gather_heads", 3, 6, 32)
 ENOMEM = 12
 QP_FATAL, DEVICE_FATAL, PORT_ERR, SM_CHANGE = 1, 8, 10, 13
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return emulator.build(emulator.session_folder(tmp_path_factory))
-
-
-@pytest.fixture(scope="module")
-def api(library: Path, tmp_path_factory: pytest.TempPathFactory) -> VerbsApi:
-    module = emulator.engine_module(emulator.session_folder(tmp_path_factory))
-    return require(load_verbs(VerbsLibraries(str(library), str(library)), module=module))
-
-
-@pytest.fixture
-def world(library: Path, tmp_path: Path, api: VerbsApi) -> Iterator[Any]:
-    """A fabric of three NICs, checked at the end: every rule has fired, no object is left."""
-    with emulator.World(library, tmp_path / "fabric", emulator.nics(3)) as made:
-        yield made
 
 
 def until(condition: Callable[[], object], seconds: float = 20.0) -> None:

@@ -5,22 +5,16 @@ Between processes, over the emulator. The failure of each step, on each rank, is
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import rdma_host as host
 
 from comm_core.errors import GroupTimeoutError, UlyssesBackendError
 from comm_core.testing.ranks import RankPool
-
-_SPEC = importlib.util.spec_from_file_location("pcie_rdma_host", Path(__file__).with_name("rdma_host.py"))
-assert _SPEC is not None and _SPEC.loader is not None
-host = sys.modules.setdefault(_SPEC.name, importlib.util.module_from_spec(_SPEC))
-_SPEC.loader.exec_module(host)
 
 AT_ONCE_S = 12.0
 """Within this all ranks have an outcome, on a busy machine."""

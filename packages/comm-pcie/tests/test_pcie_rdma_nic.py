@@ -6,15 +6,13 @@ GPUs as well, ``gpu/test_gpu_pcie_rdma_nic.py`` opens the transport as it is.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
-import sys
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import pytest
+import rdma_host as host
 import torch
 
 from comm_core.testing import reference
@@ -22,11 +20,6 @@ from comm_core.testing.ranks import RankPool
 from comm_core.testing.reference import assert_same_bits, make_input
 from comm_pcie.rdma.planning import choose_gid
 from comm_pcie.rdma.probe import probe_rdma
-
-_SPEC = importlib.util.spec_from_file_location("pcie_rdma_host", Path(__file__).with_name("rdma_host.py"))
-assert _SPEC is not None and _SPEC.loader is not None
-host = sys.modules.setdefault(_SPEC.name, importlib.util.module_from_spec(_SPEC))
-_SPEC.loader.exec_module(host)
 
 
 def real_nics() -> tuple[list[tuple[str, int, str]], str]:

@@ -2,52 +2,21 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import rdma_emulator as emulator
+import rdma_ranks as ranks_of
+from rdma_ranks import LONG, Ranks, Shape
 
 from comm_core.errors import ArgumentValueError, TransportError, UnsupportedError
-from comm_pcie.rdma.engine import Memory, RdmaEngine, Settings, VerbsApi, VerbsLibraries, load_verbs, require
-
-
-def _sibling(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(f"pcie_{name}_opening", Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-emulator = _sibling("emulator")
-ranks_of = _sibling("rdma_ranks")
-Ranks, Shape, LONG = ranks_of.Ranks, ranks_of.Shape, ranks_of.LONG
+from comm_pcie.rdma.engine import Memory, RdmaEngine, Settings, VerbsApi
 
 SHAPE = Shape("gather_heads", 3, 6, 32)
 ENOMEM, EINVAL, EFAULT, EOPNOTSUPP = 12, 22, 14, 95
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return emulator.build(emulator.session_folder(tmp_path_factory))
-
-
-@pytest.fixture(scope="module")
-def api(library: Path, tmp_path_factory: pytest.TempPathFactory) -> VerbsApi:
-    module = emulator.engine_module(emulator.session_folder(tmp_path_factory))
-    return require(load_verbs(VerbsLibraries(str(library), str(library)), module=module))
-
-
-@pytest.fixture
-def world(library: Path, tmp_path: Path, api: VerbsApi) -> Iterator[Any]:
-    """A fabric of three NICs, checked at the end: every rule has fired, no object is left."""
-    with emulator.World(library, tmp_path / "fabric", emulator.nics(3)) as made:
-        yield made
 
 
 # -- Opening ------------------------------------------------------------------------------------------------------
@@ -166,7 +135,7 @@ def test_connecting_fails_at_each_step(world: Any, api: VerbsApi, step: int) -> 
 def test_an_address_that_nobody_has(world: Any, api: VerbsApi) -> None:
     members = ranks_of.engines(api, 3)
     endpoints = [engine.endpoint() for engine in members]
-    endpoints[2]["gid"] = emulator.gid("fe80::1").hex()
+    endpoints[2] = {**endpoints[2], "gid": emulator.gid("fe80::1").hex()}
     with pytest.raises(TransportError, match="rank 2 to RTR: Connection timed out: is the peer's address reachable"):
         members[0].connect(endpoints)
     for engine in members:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 import types
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pcie_sysfs as sysfs
 import pytest
 
 from comm_core.testing import topologies as fake
@@ -19,11 +19,6 @@ from comm_pcie.rdma.facts import GidEntry, RdmaFacts
 from comm_pcie.rdma.planning import choose_gid
 from comm_pcie.rdma.probe import PyverbsProbe, SysfsProbe, probe_rdma
 from comm_pcie.transport import PcieTransport
-
-_SPEC = importlib.util.spec_from_file_location("pcie_sysfs_fixture_rdma", Path(__file__).with_name("sysfs.py"))
-assert _SPEC is not None and _SPEC.loader is not None
-sysfs = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(sysfs)
 
 EMPTY = "0000:0000:0000:0000:0000:0000:0000:0000"
 LOCAL = "fe80:0000:0000:0000:bace:f6ff:fe00:0001"

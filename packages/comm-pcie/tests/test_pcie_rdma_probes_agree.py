@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -11,23 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pcie_sysfs as sysfs
 import pytest
+import rdma_emulator as emulator
 
 from comm_pcie.rdma.facts import RdmaFacts
 from comm_pcie.rdma.probe import SysfsProbe
-
-
-def _sibling(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(f"pcie_probes_{name}", Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-sysfs = _sibling("sysfs")
-emulator = _sibling("emulator")
 
 DEBIAN = "/usr/lib/python3/dist-packages"
 """Where Debian's python3-pyverbs is; the interpreter of a virtual environment does not look there."""
@@ -89,10 +77,9 @@ def tree(nics: list[Any], root: Path, dev: Path) -> None:
 
 
 @pytest.mark.parametrize("name", machines())
-def test_pyverbs_and_sysfs_agree_on_the_emulator(name: str, tmp_path: Path, tmp_path_factory: Any) -> None:
+def test_pyverbs_and_sysfs_agree_on_the_emulator(name: str, library: Path, tmp_path: Path) -> None:
     """Names, states, link layers, every entry of every table, network devices, NUMA nodes and PCI paths."""
     nics = machines()[name]
-    library = emulator.build(emulator.session_folder(tmp_path_factory))
     tree(nics, tmp_path / "sys", tmp_path / "dev")
     with emulator.World(library, tmp_path / "fabric", nics) as world:
         child = subprocess.run(

@@ -2,34 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import signal
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import rdma_emulator as emulator
+import rdma_ranks as ranks_of
 import torch
 import torch.distributed as dist
+from rdma_ranks import LONG, Shape
 
+from comm_core.jit import Module
 from comm_core.testing.ranks import RankPool
 from comm_pcie.rdma.engine import Kind, RdmaEngine, VerbsLibraries, load_verbs, require
-
-
-def _sibling(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(f"pcie_{name}_processes", Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-emulator = _sibling("emulator")
-ranks_of = _sibling("rdma_ranks")
-Shape, LONG = ranks_of.Shape, ranks_of.LONG
 
 SHAPES = (("scatter_heads", 31, 40), ("gather_heads", 17, 96), ("exchange_chunks", 5, 333), ("gather_heads", 3, 8))
 CAPACITY = 1 << 17
@@ -121,17 +109,15 @@ def exchange_with_a_death(group: dist.ProcessGroup, folder: str, victim: int) ->
     return int(outcome.kind), outcome.peer, outcome.reason, safe
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = emulator.session_folder(tmp_path_factory)
-    emulator.build(made)
-    emulator.engine_module(made)
-    return made
+@pytest.fixture
+def folder(rdma_folder: Path, library: Path, engine_module: Module) -> Path:
+    """Where the ranks find both built."""
+    return rdma_folder
 
 
 @pytest.fixture
-def world(folder: Path, tmp_path: Path) -> Iterator[Any]:
-    with emulator.World(emulator.build(folder), tmp_path / "fabric", emulator.nics(8)) as made:
+def world(library: Path, tmp_path: Path) -> Iterator[Any]:
+    with emulator.World(library, tmp_path / "fabric", emulator.nics(8)) as made:
         yield made
 
 

@@ -5,26 +5,20 @@ Every test asserts the route and that NICs have moved the bytes: a silent fallba
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import rdma_emulator as emulator
+import rdma_host as host
 import torch
 
 from comm_core.errors import ArgumentValueError, ClosedError, CommError, UnsupportedError
 from comm_core.testing import reference
 from comm_core.testing.ranks import RankPool
 from comm_core.testing.reference import assert_same_bits, make_input
-
-_SPEC = importlib.util.spec_from_file_location("pcie_rdma_host", Path(__file__).with_name("rdma_host.py"))
-assert _SPEC is not None and _SPEC.loader is not None
-host = sys.modules.setdefault(_SPEC.name, importlib.util.module_from_spec(_SPEC))
-_SPEC.loader.exec_module(host)
-emulator = host.emulator
 
 
 def operand(seed: int, rank: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

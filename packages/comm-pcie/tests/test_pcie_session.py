@@ -36,6 +36,7 @@ from comm_core.memory.in_process import InProcessMemory
 from comm_core.plugins.hookspecs import API_VERSION, hookimpl
 from comm_core.testing import reference
 from comm_core.testing.faults import Fault, Injector
+from comm_core.testing.half_closed import close_in_two
 from comm_core.testing.ranks import run_threads
 from comm_core.testing.reference import assert_same_bits, make_input
 from comm_core.testing.topologies import gpu_uuid
@@ -795,6 +796,27 @@ def test_a_close_that_fails_on_one_rank_is_tried_again_by_all(rank: int) -> None
         assert texts == ["closed"] * 3
     for texts in run_threads(2, closing, rank, 4):
         assert f"rank {rank}" in texts[0] and "injected" in texts[0] and texts[1:] == ["closed"] * 2
+    assert in_process._alive == {}
+
+
+def half_closed(group: Group, rank: int) -> None:
+    comm = communicator(group)
+    session, x = opened(comm), torch.zeros(1, 1, group.size, 24, dtype=torch.uint8)
+    out = comm.allocate_output(x, "exchange_chunks", dtype=torch.uint8)
+
+    def spoil() -> None:
+        if group.rank == rank:
+            # The three attempts of one close.
+            here.injector._faults.append(Fault("close", rank, "raise", times=3))
+
+    close_in_two(session, group, spoil=spoil, more={"input_buffer": lambda: session.input_buffer(out, x.shape)})
+    comm.close()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_nothing_but_close_is_done_after_a_close_that_failed(rank: int) -> None:
+    """E6: an engine can't be closed. Every call is refused at once, on every rank, and says what to do."""
+    run_threads(2, half_closed, rank)
     assert in_process._alive == {}
 
 

@@ -13,13 +13,17 @@ was none: half a gigabyte on a GPU that belongs to another rank.
 from __future__ import annotations
 
 import importlib
+import logging
+import os
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, cast
 
-from comm_core.errors import CudaCallError, UnsupportedError
+from comm_core.errors import CommError, CudaCallError, UnsupportedError
 
 __all__ = ["Device"]
+
+_log = logging.getLogger("comm_core")
 
 
 def _import_binding() -> Any:
@@ -102,23 +106,19 @@ class Device:
             nbytes: a multiple of `granularity`.
             fabric: whether it is exported as a fabric handle, which other hosts can import, or as a file descriptor.
         """
-        with self.current():
-            return int(self._call("cuMemCreate", nbytes, self._properties(fabric), 0))
+        return self._make(self.release, "cuMemCreate", nbytes, self._properties(fabric), 0)
 
     def release(self, handle: int) -> None:
         """Give a handle up. The memory goes when its mappings and everybody's other handles are gone as well."""
-        with self.current():
-            self._call("cuMemRelease", handle)
+        self._give_back("cuMemRelease", handle)
 
     def export_descriptor(self, handle: int) -> int:
         """Return a new file descriptor that stands for physical memory; the caller closes it."""
-        with self.current():
-            return int(self._call("cuMemExportToShareableHandle", handle, self._handle_type(False), 0))
+        return self._make(os.close, "cuMemExportToShareableHandle", handle, self._handle_type(False), 0)
 
     def import_descriptor(self, descriptor: int) -> int:
         """Return a handle of the physical memory behind a file descriptor; the descriptor may then be closed."""
-        with self.current():
-            return int(self._call("cuMemImportFromShareableHandle", descriptor, self._handle_type(False)))
+        return self._make(self.release, "cuMemImportFromShareableHandle", descriptor, self._handle_type(False))
 
     def export_fabric(self, handle: int) -> bytes:
         """Return the 64 bytes that stand for physical memory in the whole NVLink fabric; nothing is to be closed."""
@@ -127,28 +127,25 @@ class Device:
 
     def import_fabric(self, data: bytes) -> int:
         """Return a handle of the physical memory, of any host of the fabric, that `export_fabric` stands for."""
-        with self.current():
-            return int(self._call("cuMemImportFromShareableHandle", data, self._handle_type(True)))
+        return self._make(self.release, "cuMemImportFromShareableHandle", data, self._handle_type(True))
 
     def reserve(self, nbytes: int, alignment: int) -> int:
         """Reserve addresses with nothing behind them; return the first."""
-        with self.current():
-            return int(self._call("cuMemAddressReserve", nbytes, alignment, 0, 0))
+        return self._make(
+            lambda address: self.free_reservation(address, nbytes), "cuMemAddressReserve", nbytes, alignment, 0, 0
+        )
 
     def free_reservation(self, address: int, nbytes: int) -> None:
         """Give back what `reserve` returned, as a whole; nothing may be mapped in it."""
-        with self.current():
-            self._call("cuMemAddressFree", address, nbytes)
+        self._give_back("cuMemAddressFree", address, nbytes)
 
     def map(self, address: int, nbytes: int, handle: int) -> None:
         """Put physical memory behind reserved addresses. No device can use them until `allow_access`."""
-        with self.current():
-            self._call("cuMemMap", address, nbytes, 0, handle, 0)
+        self._make(lambda _: self.unmap(address, nbytes), "cuMemMap", address, nbytes, 0, handle, 0)
 
     def unmap(self, address: int, nbytes: int) -> None:
         """Undo one `map`, as a whole; the addresses stay reserved."""
-        with self.current():
-            self._call("cuMemUnmap", address, nbytes)
+        self._give_back("cuMemUnmap", address, nbytes)
 
     def allow_access(self, address: int, nbytes: int) -> None:
         """Let this device read and write what is mapped; the memory may be another device's."""
@@ -167,8 +164,7 @@ class Device:
             nbytes: likewise; all of it allocated.
         """
         kind = self._api.CUmemRangeHandleType.CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
-        with self.current():
-            return int(self._call("cuMemGetHandleForAddressRange", address, nbytes, kind, 0))
+        return self._make(os.close, "cuMemGetHandleForAddressRange", address, nbytes, kind, 0)
 
     def synchronize_memory_operations(self, address: int) -> None:
         """Make synchronous copies of the whole allocation at `address` really synchronous, as other devices need it.
@@ -218,8 +214,7 @@ class Device:
 
     def multicast_create(self, devices: int, nbytes: int, *, fabric: bool) -> int:
         """Make a multicast object for `nbytes` of each of `devices`; return its handle. A machine has few."""
-        with self.current():
-            return int(self._call("cuMulticastCreate", self._multicast_properties(devices, nbytes, fabric)))
+        return self._make(self.release, "cuMulticastCreate", self._multicast_properties(devices, nbytes, fabric))
 
     def multicast_add(self, handle: int) -> None:
         """Add this device to a multicast object. Nothing may be bound to it before all its devices are there."""
@@ -228,13 +223,13 @@ class Device:
 
     def multicast_bind(self, handle: int, memory: int, nbytes: int) -> None:
         """Let what is stored through a multicast object arrive in this device's physical memory `memory` as well."""
-        with self.current():
-            self._call("cuMulticastBindMem", handle, 0, memory, 0, nbytes, 0)
+        self._make(
+            lambda _: self.multicast_unbind(handle, nbytes), "cuMulticastBindMem", handle, 0, memory, 0, nbytes, 0
+        )
 
     def multicast_unbind(self, handle: int, nbytes: int) -> None:
         """Undo `multicast_bind`."""
-        with self.current():
-            self._call("cuMulticastUnbind", handle, self._device, 0, nbytes)
+        self._give_back("cuMulticastUnbind", handle, self._device, 0, nbytes)
 
     def is_legacy_ipc_capable(self, pointer: int) -> bool:
         """Return whether the memory that `pointer` lies in can be exported by legacy CUDA IPC."""
@@ -262,6 +257,39 @@ class Device:
     def _handle_type(self, fabric: bool) -> Any:
         kinds = self._api.CUmemAllocationHandleType
         return kinds.CU_MEM_HANDLE_TYPE_FABRIC if fabric else kinds.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+
+    def _make(self, give_back: Callable[[int], object], name: str, *arguments: object) -> int:
+        """Return what a call of the driver makes, 0 where that has no name.
+
+        Where the thread can't be left as it was afterwards, it is given back: who is told of an error has nothing.
+        """
+        made: list[int] = []
+        try:
+            with self.current():
+                value = self._call(name, *arguments)
+                made.append(0 if value is None else int(value))
+        except BaseException:
+            if made:
+                with suppress(CommError):
+                    give_back(made[0])
+            raise
+        return made[0]
+
+    def _give_back(self, name: str, *arguments: object) -> None:
+        """Call what gives something back.
+
+        Once that is done, an error would only have it given back again: where the thread can't be left as it was
+        afterwards, it is logged.
+        """
+        done = False
+        try:
+            with self.current():
+                self._call(name, *arguments)
+                done = True
+        except CommError as error:
+            if not done:
+                raise
+            _log.warning("GPU %d stays current for a thread after %s: %s", self.index, name, error)
 
     def _call(self, name: str, *arguments: object) -> Any:
         """Call the driver; return its one value, or None where it has none."""

@@ -6,28 +6,19 @@ really run at the same time.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-
 import pytest
 
 from comm_core.testing.contract import TransportContract
 from comm_core.testing.device_contract import DeviceContract
+from comm_core.testing.gpu import shared_gpu_pool, sizes
 from comm_core.testing.ranks import RankPool
 
 pytestmark = pytest.mark.gpu
 
-SIZES = tuple(int(size) for size in os.environ.get("GPU_CHECK_SIZES", "2,4,8").split(","))
+SIZES = sizes()
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[RankPool]:
-    """Eight ranks that share the GPUs there are."""
-    os.environ["COMM_ALLOW_SHARED_GPU"] = "1"
-    pool = RankPool(8, preload=["pytest", "hypothesis"], group_timeout_s=120)
-    yield pool
-    pool.close()
-    del os.environ["COMM_ALLOW_SHARED_GPU"]
+ranks = shared_gpu_pool(8)
 
 
 class Contract(TransportContract):

@@ -5,9 +5,7 @@
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import lowp_cases
@@ -19,6 +17,7 @@ from lowp_checks import check, expected, outputs, whole
 
 from comm_core import UlyssesCommunicator
 from comm_core.errors import CommError, PeerStalledError
+from comm_core.testing.gpu import shared_gpu_pool, sizes
 from comm_core.testing.ranks import RankPool
 from comm_lowp import kernels
 from comm_lowp.kernels import DirectScatter, Kernels
@@ -27,7 +26,7 @@ from comm_lowp.sage2.grid import LAYOUTS, SM90
 
 pytestmark = [pytest.mark.gpu, pytest.mark.installed_plugins]
 
-SIZES = tuple(int(size) for size in os.environ.get("GPU_CHECK_SIZES", "2,4").split(",") if int(size) <= 4)
+SIZES = sizes(at_most=4)
 DEVICE = torch.device("cuda", 0)
 
 
@@ -36,14 +35,7 @@ def loaded() -> Kernels:
     return kernels.load(DEVICE)
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[RankPool]:
-    """Four ranks that share the GPUs there are."""
-    os.environ["COMM_ALLOW_SHARED_GPU"] = "1"
-    pool = RankPool(4, preload=["pytest", "hypothesis"], group_timeout_s=120)
-    yield pool
-    pool.close()
-    del os.environ["COMM_ALLOW_SHARED_GPU"]
+ranks = shared_gpu_pool(4)
 
 
 # One process

@@ -6,9 +6,7 @@ GPU and runs where there are two.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +17,7 @@ from comm_core import UlyssesCommunicator
 from comm_core.errors import CommError, UnsupportedError
 from comm_core.plugins import register
 from comm_core.plugins.discovery import registry
+from comm_core.testing.gpu import environment, shared_gpu_pool
 from comm_core.testing.ranks import RankPool
 from comm_lowp import reference_attention, sage_attention
 from comm_lowp.plugin import LowpPlugin
@@ -33,14 +32,7 @@ BF16, F16 = torch.bfloat16, torch.float16
 FIELDS = ("q", "k", "v", "q_scale", "k_scale", "v_scale")
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[RankPool]:
-    """Four ranks that share the GPUs there are."""
-    os.environ["COMM_ALLOW_SHARED_GPU"] = "1"
-    pool = RankPool(4, preload=["pytest", "hypothesis"], group_timeout_s=120)
-    yield pool
-    pool.close()
-    del os.environ["COMM_ALLOW_SHARED_GPU"]
+ranks = shared_gpu_pool(4)
 
 
 @pytest.fixture(scope="module")
@@ -49,20 +41,6 @@ def nccl_ranks() -> Iterator[RankPool]:
     pool = RankPool(2, backend="cpu:gloo,cuda:nccl", preload=["pytest", "hypothesis"])
     yield pool
     pool.close()
-
-
-@contextmanager
-def variables(**values: str) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 # O7: a CPU and a GPU agree
@@ -81,7 +59,7 @@ def test_a_gpu_has_the_bytes_of_a_cpu(kernels: str, layout: str, data: str) -> N
         inputs = make(case)
         plain = simulate(case, inputs)
         on_gpu = tuple(x.cuda() for x in inputs)
-        with variables(COMM_LOWP_KERNELS=kernels):
+        with environment(COMM_LOWP_KERNELS=kernels):
             run = simulate(case, (on_gpu[0], on_gpu[1], on_gpu[2]))
             given = simulate(case, (on_gpu[0], on_gpu[1], on_gpu[2]), mean=run.mean)
         check(run, inputs)
@@ -108,7 +86,7 @@ def operands(case: Case, rank: int) -> list[torch.Tensor]:
 
 def exchange(group: Any, backend: str, case: Case, kernels: str) -> tuple[list[Any], str, str]:
     """Encode twice, the second time from views into reused storage, on a stream of its own."""
-    with variables(COMM_LOWP_LAYOUT=case.layout, COMM_LOWP_KERNELS=kernels):
+    with environment(COMM_LOWP_LAYOUT=case.layout, COMM_LOWP_KERNELS=kernels):
         q, k, v = operands(case, group.rank())
         with open_comm(group, backend, q) as comm:
             workspace = comm.prepare_qkv(q.shape, used_sequence=case.used)
@@ -172,7 +150,7 @@ def captured(group: Any, case: Case) -> tuple[list[list[Any]], int]:
 
     The first of the results is of an eager call with the same storage on another stream.
     """
-    with variables(COMM_LOWP_LAYOUT=case.layout, COMM_LOWP_KERNELS="require"):
+    with environment(COMM_LOWP_LAYOUT=case.layout, COMM_LOWP_KERNELS="require"):
         q, k, v = operands(case, group.rank())
         with open_comm(group, "windows", q) as comm:
             workspace = comm.prepare_qkv(q.shape, used_sequence=case.used)
@@ -214,7 +192,7 @@ def test_calls_over_windows_allocate_nothing_and_can_be_captured(ranks: RankPool
 
 
 def attention(group: Any, case: Case) -> torch.Tensor:
-    with variables(COMM_LOWP_LAYOUT=case.layout):
+    with environment(COMM_LOWP_LAYOUT=case.layout):
         q, k, v = operands(case, group.rank())
         with open_comm(group, "windows", q) as comm:
             encoded = comm.scatter_qkv(q, k, v, workspace=comm.prepare_qkv(q.shape, used_sequence=case.used))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -25,6 +25,7 @@ from comm_core.mapping import Mapping
 from comm_core.memory.vmm_fabric import VmmFabricMemory
 from comm_core.testing.contract import TransportContract
 from comm_core.testing.device_contract import DeviceContract, expected, operand
+from comm_core.testing.gpu import shared_gpu_pool, sizes
 from comm_core.testing.new_groups import new_group_of
 from comm_core.testing.ranks import RankPool
 from comm_core.testing.reference import assert_same_bits
@@ -32,7 +33,7 @@ from comm_mnnvl import McastGPUBuffer, MnnvlConfig, MnnvlMemory, SymmDeviceMemor
 
 pytestmark = [pytest.mark.gpu, pytest.mark.installed_plugins]
 
-SIZES = tuple(int(size) for size in os.environ.get("GPU_CHECK_SIZES", "2,4,8").split(","))
+SIZES = sizes()
 MIB = 1 << 20
 
 
@@ -46,14 +47,7 @@ def make_plugin() -> object:
 PLUGIN = None if entry_points(group="comm_core.v1", name="mnnvl") else make_plugin
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[RankPool]:
-    """Eight ranks that share the GPUs there are."""
-    os.environ["COMM_ALLOW_SHARED_GPU"] = "1"
-    pool = RankPool(8, preload=["pytest", "hypothesis"], group_timeout_s=120)
-    yield pool
-    pool.close()
-    del os.environ["COMM_ALLOW_SHARED_GPU"]
+ranks = shared_gpu_pool(8)
 
 
 class TestMnnvl(TransportContract):

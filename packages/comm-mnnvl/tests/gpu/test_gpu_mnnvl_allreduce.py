@@ -6,58 +6,37 @@ package's own is here: its memory, its workspace, its functions.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from importlib.metadata import entry_points
 from typing import Any
 
 import pytest
 import torch
 
 import comm_mnnvl
-from comm_core import allreduce_fusion, create_allreduce_fusion_workspace, plugins
+from comm_core import allreduce_fusion, create_allreduce_fusion_workspace
 from comm_core.allreduce.patterns import PATTERNS, MNNVLAllreduceFusionStrategy, MNNVLQuantType
 from comm_core.comm_backend import TorchDistBackend
 from comm_core.errors import CheckpointError
 from comm_core.mapping import Mapping
 from comm_core.testing import allreduce_cases
 from comm_core.testing.allreduce_cases import Case, assert_right, make_operands, make_outputs, raw
-from comm_core.testing.ranks import FunctionRef, RankPool
+from comm_core.testing.gpu import plugin_of, run_on_devices, shared_gpu_pool, sizes
+from comm_core.testing.ranks import RankPool
+from comm_mnnvl.plugin import MnnvlPlugin
 
 pytestmark = [pytest.mark.gpu, pytest.mark.installed_plugins]
 
-SIZES = tuple(int(size) for size in os.environ.get("GPU_CHECK_SIZES", "2,4,8").split(","))
-INSTALLED = bool(entry_points(group="comm_core.v1", name="mnnvl"))
+SIZES = sizes()
+PLUGIN = plugin_of("mnnvl", MnnvlPlugin)
 PLAIN = [pattern for pattern, spec in PATTERNS.items() if not spec.is_moe]
 BF16 = torch.bfloat16
-sizes = pytest.mark.parametrize("size", SIZES)
+by_size = pytest.mark.parametrize("size", SIZES)
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[RankPool]:
-    """Eight ranks that share the GPUs there are."""
-    os.environ["COMM_ALLOW_SHARED_GPU"] = "1"
-    pool = RankPool(8, preload=["pytest"], group_timeout_s=120)
-    yield pool
-    pool.close()
-    del os.environ["COMM_ALLOW_SHARED_GPU"]
+ranks = shared_gpu_pool(8)
 
 
-def with_plugin(group: Any, function: FunctionRef) -> Any:
-    torch.cuda.set_device(group.rank() % torch.cuda.device_count())
-    if INSTALLED:
-        return function.resolve()(group)
-    from comm_mnnvl.plugin import MnnvlPlugin
-
-    try:
-        plugins.register("all-reduce tests", MnnvlPlugin())
-        return function.resolve()(group)
-    finally:
-        plugins.unregister("all-reduce tests")
-
-
-def run(ranks: RankPool, size: int, function: Any) -> list[Any]:
-    return ranks.run(with_plugin, FunctionRef.of(function), ranks=size, timeout_s=100)
+def run(ranks: RankPool, size: int, function: Any, *arguments: Any, **options: Any) -> list[Any]:
+    return run_on_devices(ranks, function, *arguments, size=size, plugin=PLUGIN, **options)
 
 
 def call(workspace: Any, case: Case, seed: int) -> dict[str, torch.Tensor]:
@@ -80,7 +59,7 @@ def patterns(group: Any) -> list[dict[str, torch.Tensor]]:
         return [call(workspace, case, seed) for seed, case in enumerate(cases)]
 
 
-@sizes
+@by_size
 def test_every_pattern_equals_the_reference(ranks: RankPool, size: int) -> None:
     """Replicas are equal to the bit."""
     results = run(ranks, size, patterns)
@@ -131,6 +110,6 @@ def functions(group: Any) -> str:
     return form
 
 
-@sizes
+@by_size
 def test_older_functions_and_a_checkpoint(ranks: RankPool, size: int) -> None:
     assert run(ranks, size, functions) == ["vmm_fd"] * size

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,6 +17,7 @@ import torch
 
 from comm_core import UlyssesCommunicator, plugins
 from comm_core.testing.device_contract import expected, operand
+from comm_core.testing.gpu import shared_gpu_pool
 from comm_core.testing.new_groups import new_group_of
 from comm_core.testing.ranks import RankPool
 from comm_core.testing.reference import assert_same_bits
@@ -49,14 +49,7 @@ print("restored")
 """
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[RankPool]:
-    """Two ranks that share the GPUs there are."""
-    os.environ["COMM_ALLOW_SHARED_GPU"] = "1"
-    pool = RankPool(2, preload=["pytest", "hypothesis"], group_timeout_s=120)
-    yield pool
-    pool.close()
-    del os.environ["COMM_ALLOW_SHARED_GPU"]
+ranks = shared_gpu_pool(2)
 
 
 def checkpointed(group: Any) -> str:

@@ -8,62 +8,40 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import os
 import time
-from collections.abc import Iterator
-from importlib.metadata import entry_points
 from typing import Any
 
 import pytest
 import torch
 
-from comm_core import allreduce_fusion, create_allreduce_fusion_workspace, plugins
+from comm_core import allreduce_fusion, create_allreduce_fusion_workspace
 from comm_core.allreduce import launch
 from comm_core.allreduce.patterns import PATTERNS, AllReduceFusionPattern, QuantizationSFLayout
 from comm_core.comm_backend import TorchDistBackend
 from comm_core.errors import PeerStalledError, UnsupportedError
 from comm_core.testing import allreduce_cases
 from comm_core.testing.allreduce_cases import Case, assert_right, make_operands, make_outputs, raw
-from comm_core.testing.ranks import FunctionRef, RankPool
+from comm_core.testing.gpu import plugin_of, run_on_devices, shared_gpu_pool, sizes
+from comm_core.testing.ranks import RankPool
+from comm_nvlink.plugin import NvlinkPlugin
 
 pytestmark = [pytest.mark.gpu, pytest.mark.installed_plugins]
 
-SIZES = tuple(int(size) for size in os.environ.get("GPU_CHECK_SIZES", "2,4,8").split(","))
-INSTALLED = bool(entry_points(group="comm_core.v1", name="nvlink"))
+SIZES = sizes()
+PLUGIN = plugin_of("nvlink", NvlinkPlugin)
 CODE = AllReduceFusionPattern
 PLAIN = [pattern for pattern, spec in PATTERNS.items() if not spec.is_moe]
 FP4 = (CODE.kARResidualRMSNormFP4Quant, CODE.kARResidualRMSNormOutFP4Quant)
 GROUPS = (CODE.kARResidualRMSNormPerTokenGroupFP8PackedQuant, CODE.kARResidualRMSNormOutPerTokenGroupFP8PackedQuant)
 BF16 = torch.bfloat16
-sizes = pytest.mark.parametrize("size", SIZES)
+by_size = pytest.mark.parametrize("size", SIZES)
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[RankPool]:
-    """Eight ranks that share the GPUs there are."""
-    os.environ["COMM_ALLOW_SHARED_GPU"] = "1"
-    pool = RankPool(8, preload=["pytest"], group_timeout_s=120)
-    yield pool
-    pool.close()
-    del os.environ["COMM_ALLOW_SHARED_GPU"]
+ranks = shared_gpu_pool(8)
 
 
-def with_plugin(group: Any, function: FunctionRef, *arguments: Any) -> Any:
-    """Call a function on this rank's device, with the plugin of a source tree that is not installed registered."""
-    torch.cuda.set_device(group.rank() % torch.cuda.device_count())
-    if INSTALLED:
-        return function.resolve()(group, *arguments)
-    from comm_nvlink.plugin import NvlinkPlugin
-
-    try:
-        plugins.register("all-reduce tests", NvlinkPlugin())
-        return function.resolve()(group, *arguments)
-    finally:
-        plugins.unregister("all-reduce tests")
-
-
-def run(ranks: RankPool, size: int, function: Any, *arguments: Any, timeout_s: float = 100, **options: Any) -> Any:
-    return ranks.run(with_plugin, FunctionRef.of(function), *arguments, ranks=size, timeout_s=timeout_s, **options)
+def run(ranks: RankPool, size: int, function: Any, *arguments: Any, **options: Any) -> list[Any]:
+    return run_on_devices(ranks, function, *arguments, size=size, plugin=PLUGIN, **options)
 
 
 def opened(group: Any, tokens: int, hidden: int, dtype: torch.dtype = BF16, **options: Any) -> Any:
@@ -105,7 +83,7 @@ def same(results: list[list[str]]) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, BF16, torch.float32], ids=str)
-@sizes
+@by_size
 def test_every_pattern_equals_the_reference(ranks: RankPool, size: int, dtype: torch.dtype) -> None:
     """By both algorithms, with rows shared by several blocks and by one, special values and ordinary ones."""
     patterns = [pattern for pattern in PLAIN if dtype != torch.float32 or pattern not in FP4]
@@ -121,7 +99,7 @@ def test_every_pattern_equals_the_reference(ranks: RankPool, size: int, dtype: t
     same(run(ranks, size, many, cases, {}))
 
 
-@sizes
+@by_size
 def test_layouts_groups_and_odd_sizes(ranks: RankPool, size: int) -> None:
     layouts = [
         Case(FP4[1], tokens, hidden, dtype, layout=layout, scale_on_device=on_device)
@@ -143,7 +121,7 @@ def test_layouts_groups_and_odd_sizes(ranks: RankPool, size: int) -> None:
     same(run(ranks, size, many, [*layouts, *groups, *odd, *norms], {}))
 
 
-@sizes
+@by_size
 def test_launches_do_not_change_a_bit(ranks: RankPool, size: int) -> None:
     """A token has the same bits whatever is reduced with it, and by either algorithm."""
     results = run(ranks, size, batches)
@@ -240,7 +218,7 @@ def every_size(group: Any, hidden: int) -> list[int]:
     return counts
 
 
-@sizes
+@by_size
 def test_token_counts_around_every_threshold(ranks: RankPool, size: int) -> None:
     """F5: 1 to 4096 tokens."""
     counts = run(ranks, size, every_size, 1024)[0]
@@ -278,7 +256,7 @@ def long_run(group: Any, rounds: int, skew: bool, pdl: bool) -> int:
 
 
 @pytest.mark.parametrize("pdl", [False, True], ids=["plain", "pdl"])
-@sizes
+@by_size
 def test_ten_thousand_calls_without_a_pause(ranks: RankPool, size: int, pdl: bool) -> None:
     """F1, F8, F9: thresholds crossed at random, ranks late at random; the outputs are read right away."""
     assert run(ranks, size, long_run, 10_000, True, pdl, timeout_s=110) == [0] * size
@@ -330,7 +308,7 @@ def chain(group: Any, pdl: bool) -> int:
 
 
 @pytest.mark.parametrize("pdl", [False, True], ids=["plain", "pdl"])
-@sizes
+@by_size
 def test_calls_that_depend_on_each_other_in_graphs(ranks: RankPool, size: int, pdl: bool) -> None:
     """F8, F9: captured, replayed with changed inputs, among eager calls."""
     assert run(ranks, size, chain, pdl) == [200] * size
@@ -362,7 +340,7 @@ def replayed(group: Any, replays: int) -> int:
         return int(bad)
 
 
-@sizes
+@by_size
 def test_graphs_replayed_without_a_pause(ranks: RankPool, size: int) -> None:
     assert run(ranks, size, replayed, 400) == [0] * size
 
@@ -409,7 +387,7 @@ def housekeeping(group: Any) -> str:
 
 
 @pytest.mark.parametrize("memory", ["auto", "cuda_ipc"])
-@sizes
+@by_size
 def test_streams_allocations_and_checkpoints(ranks: RankPool, size: int, memory: str) -> None:
     """F2, F7."""
     forms = run(ranks, size, housekeeping, env={"COMM_PEER_MEMORY": memory})
@@ -465,7 +443,7 @@ def silent(group: Any, pattern: int, use_oneshot: bool, captured: bool) -> int:
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
 @pytest.mark.parametrize("use_oneshot", [True, False], ids=["one shot", "two shots"])
 @pytest.mark.parametrize("pattern", [0, 4])
-@sizes
+@by_size
 def test_a_rank_that_does_not_come_is_named(
     ranks: RankPool, size: int, pattern: int, use_oneshot: bool, captured: bool
 ) -> None:

@@ -7,8 +7,6 @@ at the same time. On GPUs of their own the same tests go over NVLink.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from importlib.metadata import entry_points
 from types import MappingProxyType
 from typing import Any
 
@@ -17,13 +15,14 @@ import torch
 
 from comm_core.testing import reference
 from comm_core.testing.contract import TransportContract
-from comm_core.testing.device_contract import DeviceCase, DeviceContract, expected, in_case, operand
-from comm_core.testing.ranks import FunctionRef, RankPool
+from comm_core.testing.device_contract import DeviceCase, DeviceContract, expected, operand
+from comm_core.testing.gpu import plugin_of, shared_gpu_pool, sizes
+from comm_core.testing.ranks import RankPool
 from comm_core.testing.reference import assert_same_bits, make_input
 
 pytestmark = [pytest.mark.gpu, pytest.mark.installed_plugins]
 
-SIZES = tuple(int(size) for size in os.environ.get("GPU_CHECK_SIZES", "2,4,8").split(","))
+SIZES = sizes()
 ENGINES = {"COMM_NVLINK_ENGINE_BYTES": "0"}
 
 
@@ -34,18 +33,11 @@ def make_plugin() -> object:
     return NvlinkPlugin()
 
 
-INSTALLED = bool(entry_points(group="comm_core.v1", name="nvlink"))
-PLUGIN = None if INSTALLED else make_plugin
+MADE_BY = plugin_of("nvlink", make_plugin)
+PLUGIN = None if MADE_BY is None else make_plugin
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[RankPool]:
-    """Eight ranks that share the GPUs there are."""
-    os.environ["COMM_ALLOW_SHARED_GPU"] = "1"
-    pool = RankPool(8, preload=["pytest", "hypothesis"], group_timeout_s=120)
-    yield pool
-    pool.close()
-    del os.environ["COMM_ALLOW_SHARED_GPU"]
+ranks = shared_gpu_pool(8)
 
 
 class TestNvlink(TransportContract):
@@ -111,9 +103,8 @@ def run(
     ranks: RankPool, function: Any, *arguments: Any, size: int, timeout_s: float = 60, **options: Any
 ) -> list[Any]:
     environment = options.pop("env", None)
-    case = DeviceCase("nvlink", tuple(options.items()), None if PLUGIN is None else FunctionRef.of(make_plugin))
-    named = FunctionRef.of(function)
-    return ranks.run(in_case, case, named, *arguments, ranks=size, timeout_s=timeout_s, env=environment)
+    case = DeviceCase("nvlink", tuple(options.items()), MADE_BY)
+    return case.run(ranks, function, *arguments, size=size, timeout_s=timeout_s, env=environment)
 
 
 ROUTES = pytest.mark.parametrize("env", [{}, ENGINES], ids=["default", "engines"])

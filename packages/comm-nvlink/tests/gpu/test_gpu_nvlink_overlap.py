@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
-from importlib.metadata import entry_points
+from collections.abc import Sequence
 from typing import Any, cast
 
 import pytest
 import torch
 
 from comm_core import UlyssesCommunicator
-from comm_core.testing.device_contract import DeviceCase, in_case
-from comm_core.testing.ranks import FunctionRef, RankPool
+from comm_core.testing.device_contract import DeviceCase
+from comm_core.testing.gpu import plugin_of, shared_gpu_pool, sizes
+from comm_core.testing.ranks import RankPool
 
 pytestmark = [pytest.mark.gpu, pytest.mark.installed_plugins]
 
-SIZES = tuple(int(size) for size in os.environ.get("GPU_CHECK_SIZES", "2,4,8").split(",") if int(size) <= 4)
+SIZES = sizes(at_most=4)
 SOAK_S = float(os.environ.get("GPU_CHECK_SOAK_SECONDS", "8"))
 ENGINES = {"COMM_NVLINK_ENGINE_BYTES": "0"}
 HEADS, ROW, TOKENS = 14, 64, 96
@@ -30,24 +30,11 @@ def make_plugin() -> object:
     return NvlinkPlugin()
 
 
-INSTALLED = bool(entry_points(group="comm_core.v1", name="nvlink"))
-CASE = DeviceCase("nvlink", (), None if INSTALLED else FunctionRef.of(make_plugin))
+CASE = DeviceCase("nvlink", (), plugin_of("nvlink", make_plugin))
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[RankPool]:
-    """Four ranks whose streams share one hardware queue, so that whatever is enqueued first also starts first."""
-    changed = {"COMM_ALLOW_SHARED_GPU": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    before = {name: os.environ.get(name) for name in changed}
-    os.environ.update(changed)
-    pool = RankPool(4, preload=["pytest"], group_timeout_s=120)
-    yield pool
-    pool.close()
-    for name, value in before.items():
-        if value is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = value
+# Streams share one hardware queue, so that whatever is enqueued first also starts first.
+ranks = shared_gpu_pool(4, CUDA_DEVICE_MAX_CONNECTIONS="1")
 
 
 def mix(fused: torch.Tensor) -> torch.Tensor:
@@ -136,9 +123,7 @@ def test_overlapped_bands_are_those_of_whole_exchanges(
     for size in SIZES:
         # The ranks of one GPU share its SMs, and two communicators' blocks must all fit at once.
         sms = torch.cuda.get_device_properties(0).multi_processor_count // (4 * size)
-        arguments = (list(bands), 100, 0.0, sms)
-        function = FunctionRef.of(overlapped)
-        done = ranks.run(in_case, CASE, function, *arguments, ranks=size, timeout_s=110, env=env)
+        done = CASE.run(ranks, overlapped, list(bands), 100, 0.0, sms, size=size, env=env)
         assert done == [100] * size
 
 
@@ -146,8 +131,6 @@ def test_two_communicators_and_three_streams_go_on_for_long(ranks: RankPool) -> 
     """G1: GPU_CHECK_SOAK_SECONDS of a pipeline in both directions, with matrix products on the same SMs."""
     size = SIZES[-1]
     sms = torch.cuda.get_device_properties(0).multi_processor_count // (4 * size)
-    done = ranks.run(
-        in_case, CASE, FunctionRef.of(overlapped), [5, 5, 4], 100, SOAK_S, sms, ranks=size, timeout_s=110 + SOAK_S
-    )
+    done = CASE.run(ranks, overlapped, [5, 5, 4], 100, SOAK_S, sms, size=size, timeout_s=110 + SOAK_S)
     print(f"{size} ranks: {done[0]} rounds in {SOAK_S:g} s")
     assert len(set(done)) == 1 and done[0] >= 100

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,23 +11,17 @@ import comm_nvlink
 from comm_core.memory.shared_buffer import create_shared_buffer, free_shared_buffer
 from comm_core.memory.strided import pack_strided_memory
 from comm_core.testing import reference
+from comm_core.testing.gpu import shared_gpu_pool, sizes
 from comm_core.testing.ranks import RankPool
 from comm_core.testing.reference import assert_same_bits, make_input
 
 pytestmark = pytest.mark.gpu
 
-SIZES = tuple(int(size) for size in os.environ.get("GPU_CHECK_SIZES", "2,4,8").split(","))
+SIZES = sizes()
 STAGING = 1 << 20
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[RankPool]:
-    """Eight ranks that share the GPUs there are."""
-    os.environ["COMM_ALLOW_SHARED_GPU"] = "1"
-    pool = RankPool(8, preload=["pytest"], group_timeout_s=120)
-    yield pool
-    pool.close()
-    del os.environ["COMM_ALLOW_SHARED_GPU"]
+ranks = shared_gpu_pool(8)
 
 
 def exchange(group: Any, rounds: int) -> int:

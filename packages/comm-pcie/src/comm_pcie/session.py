@@ -258,7 +258,9 @@ class PcieSession(WindowSession):
         Raises:
             ArgumentValueError: `out` is not exactly what `allocate_output` returned (a view of it that begins
                 elsewhere is not), or `shape` does not fit.
+            ClosedError: `close` was called.
         """
+        self.check_open("input_buffer")
         window = self._registered.get(out.data_ptr())
         nbytes = buffer_bytes(out, shape, None if window is None else window.nbytes)
         assert window is not None

@@ -10,7 +10,6 @@ import os
 import statistics
 import time
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,6 +20,7 @@ from comm_core.errors import CommError, PeerStalledError, UlyssesBackendError
 from comm_core.testing import reference
 from comm_core.testing.contract import TransportContract
 from comm_core.testing.device_contract import expected, operand
+from comm_core.testing.gpu import shared_gpu_pool, sizes
 from comm_core.testing.ranks import RankPool
 from comm_core.testing.reference import assert_same_bits
 from comm_pcie import ExperimentalWarning, selftest
@@ -28,17 +28,10 @@ from comm_pcie.selftest import SELFTEST, run_tests
 
 pytestmark = [pytest.mark.gpu, pytest.mark.installed_plugins]
 
-SIZES = tuple(int(size) for size in os.environ.get("GPU_CHECK_SIZES", "2,4,8").split(",") if int(size) in (2, 4, 8))
+SIZES = sizes(among=(2, 4, 8))
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[RankPool]:
-    """Eight ranks that share the GPUs there are."""
-    os.environ["COMM_ALLOW_SHARED_GPU"] = "1"
-    pool = RankPool(8, preload=["pytest", "hypothesis"], group_timeout_s=120)
-    yield pool
-    pool.close()
-    del os.environ["COMM_ALLOW_SHARED_GPU"]
+ranks = shared_gpu_pool(8)
 
 
 def make_plugin() -> object:

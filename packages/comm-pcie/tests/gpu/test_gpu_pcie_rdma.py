@@ -6,9 +6,7 @@ memory (GPUDirect RDMA, DMA-BUF) is what this can't show; ``test_pcie_rdma_nic.p
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import sys
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -17,11 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import rdma_emulator as emulator
 import torch
 
 from comm_core import plugins
 from comm_core.errors import PeerStalledError, TransportError, UnsupportedError
 from comm_core.testing import reference
+from comm_core.testing.gpu import shared_gpu_pool, sizes
 from comm_core.testing.ranks import RankPool
 from comm_core.testing.reference import assert_same_bits, make_input
 from comm_core.topology.facts import RankFacts
@@ -34,15 +34,9 @@ from comm_pcie.rdma.planning import NICS_VARIABLE
 from comm_pcie.rdma.session import RdmaSession
 from comm_pcie.transport import PcieTransport
 
-_SPEC = importlib.util.spec_from_file_location("pcie_rdma_host", Path(__file__).parents[1] / "rdma_host.py")
-assert _SPEC is not None and _SPEC.loader is not None
-host = sys.modules.setdefault(_SPEC.name, importlib.util.module_from_spec(_SPEC))
-_SPEC.loader.exec_module(host)
-emulator = host.emulator
-
 pytestmark = [pytest.mark.gpu, pytest.mark.installed_plugins]
 
-SIZES = tuple(int(size) for size in os.environ.get("GPU_CHECK_SIZES", "2,4,8").split(",") if int(size) in (2, 4, 8))
+SIZES = sizes(among=(2, 4, 8))
 
 
 def _probe(self: PcieTransport, context: Any) -> dict[str, Any]:
@@ -69,20 +63,7 @@ def _assess(self: PcieTransport, request: Any, facts: Sequence[RankFacts]) -> Ve
     return _ASSESS(self, request, facts)
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[RankPool]:
-    """Eight ranks that share the GPUs there are."""
-    os.environ["COMM_ALLOW_SHARED_GPU"] = "1"
-    pool = RankPool(8, preload=["pytest", "hypothesis"], group_timeout_s=120)
-    yield pool
-    pool.close()
-    del os.environ["COMM_ALLOW_SHARED_GPU"]
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The emulator."""
-    return emulator.build(tmp_path_factory.mktemp("rdma"))
+ranks = shared_gpu_pool(8)
 
 
 @pytest.fixture

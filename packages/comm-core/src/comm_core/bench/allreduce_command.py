@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -12,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from comm_core.bench import floor, launch, plot, redact, report
+from comm_core.bench import floor, launch, redact, report
 from comm_core.bench.launch import Placement
+from comm_core.bench.options import SharedOptions
 from comm_core.errors import ArgumentValueError
 
 if TYPE_CHECKING:
@@ -30,24 +30,14 @@ GOALS: Mapping[int, float] = {1: 0.25, 4: 0.25, 8: 0.25, 32: 0.34, 128: 0.32, 51
 """Tokens of 8192 -> at most so much of NCCL's time, for two ranks over links."""
 _NORM_US, _NORM_UP_TO = 1.5, 32
 _NORM_RATIO, _NORM_FROM = 1.10, 512
-_PART_S = 120.0
 
 
-@dataclass(frozen=True)
-class Options:
+@dataclass(frozen=True, kw_only=True)
+class Options(SharedOptions):
     """The options of the command line."""
 
-    backends: tuple[str, ...] = ()
     tokens: tuple[int, ...] = ()
     hidden: int | None = None
-    where: str | None = None
-    device: str = "auto"
-    ranks: int | None = None
-    quick: bool = False
-    compare: bool = True
-    json: Path | None = None
-    plot: Path | None = None
-    timeout_s: float = _PART_S
 
 
 def run(options: Options) -> int:
@@ -57,16 +47,7 @@ def run(options: Options) -> int:
         ArgumentValueError: the options make no sense here. Nothing was measured.
         CommError: the ranks could not be started.
     """
-    if options.plot is not None:
-        plot.check(options.plot)
-    for file in (options.json, options.plot):
-        if file is not None and not file.absolute().parent.is_dir():
-            raise ArgumentValueError(f"can't write {str(file)!r}: its folder does not exist")
-    # torch is needed here for its store anyway; a CUDA context is made by the ranks alone.
-    torch: Any = importlib.import_module("torch")
-    gpus = 0 if options.device == "cpu" else int(torch.cuda.device_count())
-    world = int(os.environ["WORLD_SIZE"]) if launch.under_torchrun() else None
-    placement = launch.place(options.device, options.where, options.ranks, gpus=gpus, joined_ranks=world)
+    placement = options.place()
     found: dict[str, Any] = {
         "benchmark": "allreduce",
         "schema": report.SCHEMA,

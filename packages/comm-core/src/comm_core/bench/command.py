@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import inspect
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from comm_core.bench import floor, geometry, launch, plot, redact, report
 from comm_core.bench.geometry import Geometry
 from comm_core.bench.launch import Placement
+from comm_core.bench.options import SharedOptions
 from comm_core.errors import ArgumentValueError, CommError
 
 __all__ = ["MODES", "Options", "geometries_of", "modes_of", "run"]
@@ -27,22 +26,13 @@ _REFUSALS = frozenset({"UlyssesBackendError", "UnsupportedError", "JointValueErr
 _FLOOR_S = 60.0
 
 
-@dataclass(frozen=True)
-class Options:
+@dataclass(frozen=True, kw_only=True)
+class Options(SharedOptions):
     """The options of the command line."""
 
-    backends: tuple[str, ...] = ()
     modes: tuple[str, ...] = ()
     geometries: tuple[str, ...] = ()
-    where: str | None = None
-    device: str = "auto"
-    ranks: int | None = None
-    quick: bool = False
     cold: bool = False
-    compare: bool = True
-    json: Path | None = None
-    plot: Path | None = None
-    timeout_s: float = 120.0
 
 
 @dataclass
@@ -105,12 +95,7 @@ def run(options: Options) -> int:
         ArgumentValueError: the options make no sense here. Nothing was measured.
         CommError: the ranks could not be started.
     """
-    if options.plot is not None:
-        plot.check(options.plot)
-    for file in (options.json, options.plot):
-        if file is not None and not file.absolute().parent.is_dir():
-            raise ArgumentValueError(f"can't write {str(file)!r}: its folder does not exist")
-    placement = _placement(options)
+    placement = options.place()
     wanted = geometries_of(options, placement)
     modes = modes_of(options.modes)
     found = _Found()
@@ -130,15 +115,6 @@ def run(options: Options) -> int:
             if ranks.leader:
                 runner.show()
     return int(bool(found.errors) or not found.rows)
-
-
-def _placement(options: Options) -> Placement:
-    # torch is needed here for its store anyway; a CUDA context is made by the ranks alone.
-    import torch
-
-    gpus = 0 if options.device == "cpu" else torch.cuda.device_count()
-    world = int(os.environ["WORLD_SIZE"]) if launch.under_torchrun() else None
-    return launch.place(options.device, options.where, options.ranks, gpus=gpus, joined_ranks=world)
 
 
 class _Runner:

@@ -31,6 +31,23 @@ class _Device(str, Enum):
     cuda = "cuda"
 
 
+# What the benchmarks share.
+_RanksOn = Annotated[
+    _Where | None,
+    typer.Option("--where", help="A GPU for each rank, or all ranks on one. [links if there are several]"),
+]
+_Ranks = Annotated[int | None, typer.Option("--ranks", "-n", min=2, metavar="N", help="[one for each GPU, or 2]")]
+_OnDevice = Annotated[_Device, typer.Option("--device", help="auto takes CUDA where torch sees a GPU.")]
+_Quick = Annotated[bool, typer.Option("--quick", help="Fewer sizes and batches.")]
+_Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results.")]
+_Plot = Annotated[
+    Path | None, typer.Option("--plot", metavar="FILE", help="Draw times over sizes; needs matplotlib.")
+]
+_Timeout = Annotated[
+    float, typer.Option("--timeout", min=1.0, max=3600.0, metavar="S", help="Seconds that a part may take.")
+]
+
+
 @app.command()
 def ulysses(
     backend: Annotated[
@@ -52,35 +69,23 @@ def ulysses(
             "--geometry", "-g", metavar="SxH[xD]", help="Tokens, heads and head dimension; may be repeated."
         ),
     ] = None,
-    where: Annotated[
-        _Where | None,
-        typer.Option("--where", help="A GPU for each rank, or all ranks on one. [links if there are several]"),
-    ] = None,
-    ranks: Annotated[
-        int | None, typer.Option("--ranks", "-n", min=2, metavar="N", help="[one for each GPU, or 2]")
-    ] = None,
-    device: Annotated[
-        _Device, typer.Option("--device", help="auto takes CUDA where torch sees a GPU.")
-    ] = _Device.auto,
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer geometries and batches.")] = False,
+    where: _RanksOn = None,
+    ranks: _Ranks = None,
+    device: _OnDevice = _Device.auto,
+    quick: _Quick = False,
     cold: Annotated[bool, typer.Option("--cold", help="Go round so many operands that no cache holds them.")] = False,
     compare: Annotated[
         bool, typer.Option("--compare/--no-compare", help="Also measure what torch offers for the same job.")
     ] = True,
-    json: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the results, after each part.")
-    ] = None,
-    plot: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE", help="Draw times over sizes; needs matplotlib.")
-    ] = None,
-    timeout: Annotated[
-        float, typer.Option("--timeout", min=1.0, max=3600.0, metavar="S", help="Seconds that a part may take.")
-    ] = 120.0,
+    json: _Json = None,
+    plot: _Plot = None,
+    timeout: _Timeout = 120.0,
 ) -> None:
     """Measure the exchange of heads over every transport, beside the floor.
 
     Starts its own ranks, or uses those that torchrun has started. Every exchange is compared by value before it is
-    timed. Exits with 1 if something that was asked for by name failed; a missed goal is no failure.
+    timed. What was found so far is written after each part. Exits with 1 if something that was asked for by name
+    failed; a missed goal is no failure.
     """
     from comm_core.bench import command
 
@@ -111,27 +116,16 @@ def allreduce(
         list[int] | None, typer.Option("--tokens", "-t", min=1, metavar="N", help="Rows; may be repeated.")
     ] = None,
     hidden: Annotated[int | None, typer.Option("--hidden", min=8, metavar="N", help="[8192; 256 on the CPU]")] = None,
-    where: Annotated[
-        _Where | None,
-        typer.Option("--where", help="A GPU for each rank, or all ranks on one. [links if there are several]"),
-    ] = None,
-    ranks: Annotated[
-        int | None, typer.Option("--ranks", "-n", min=2, metavar="N", help="[one for each GPU, or 2]")
-    ] = None,
-    device: Annotated[
-        _Device, typer.Option("--device", help="auto takes CUDA where torch sees a GPU.")
-    ] = _Device.auto,
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes and batches.")] = False,
+    where: _RanksOn = None,
+    ranks: _Ranks = None,
+    device: _OnDevice = _Device.auto,
+    quick: _Quick = False,
     compare: Annotated[
         bool, typer.Option("--compare/--no-compare", help="Also measure NCCL and torch's symmetric memory.")
     ] = True,
-    json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results.")] = None,
-    plot: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE", help="Draw times over sizes; needs matplotlib.")
-    ] = None,
-    timeout: Annotated[
-        float, typer.Option("--timeout", min=1.0, max=3600.0, metavar="S", help="Seconds that a part may take.")
-    ] = 120.0,
+    json: _Json = None,
+    plot: _Plot = None,
+    timeout: _Timeout = 120.0,
 ) -> None:
     """Measure the all-reduce of every backend, alone and with residual and norm, beside NCCL, torch and the floor.
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from comm_core._json import JsonObject
 from comm_core.errors import CommError, UnsupportedError
-from comm_core.memory.fd_exchange import Exchange
+from comm_core.memory.passing import Passing
 from comm_core.memory.peer import PeerMemory, unmap_each
 from comm_core.topology.facts import HostFacts
 
@@ -34,8 +34,7 @@ class HostFdMemory(PeerMemory):
         self._descriptor = -1
         self._own: mmap.mmap | None = None
         self._imported: dict[int, mmap.mmap] = {}
-        self._received: dict[int, int] = {}
-        self._exchange: Exchange | None = None
+        self._passing = Passing(rank)
 
     @classmethod
     def probe(cls, device: torch.device, *, trial: bool) -> int:
@@ -57,17 +56,12 @@ class HostFdMemory(PeerMemory):
 
     def export(self, hosts: Sequence[HostFacts]) -> JsonObject:
         """See `PeerMemory.export`."""
-        self._exchange = Exchange(self.rank, hosts)
-        return self._exchange.invitation
+        descriptor, self._descriptor = self._descriptor, -1
+        return self._passing.offer(descriptor, hosts)
 
     def exchange(self, exports: Sequence[JsonObject], timeout_s: float) -> None:
         """See `PeerMemory.exchange`."""
-        assert self._exchange is not None
-        own = {peer: self._descriptor for peer in range(len(exports)) if peer != self.rank}
-        try:
-            self._received = self._exchange.run(exports, own, timeout_s=timeout_s)
-        finally:
-            self.withdraw()
+        self._passing.run(exports, timeout_s)
 
     def map(self, exports: Sequence[JsonObject]) -> tuple[int, ...]:
         """See `PeerMemory.map`."""
@@ -77,10 +71,10 @@ class HostFdMemory(PeerMemory):
                 addresses.append(self.own)
                 continue
             try:
-                self._imported[peer] = mmap.mmap(self._received[peer], self.nbytes)
+                with self._passing.take(peer) as descriptor:
+                    self._imported[peer] = mmap.mmap(descriptor, self.nbytes)
             except (OSError, ValueError) as error:
                 raise CommError(f"the shared memory of rank {peer} can't be mapped: {error}") from error
-            os.close(self._received.pop(peer))
             addresses.append(_address(self._imported[peer]))
         return tuple(addresses)
 
@@ -89,15 +83,12 @@ class HostFdMemory(PeerMemory):
 
     def unmap(self) -> None:
         """See `PeerMemory.unmap`."""
-        while self._received:
-            os.close(self._received.popitem()[1])
+        self._passing.close()
         unmap_each(self._imported, mmap.mmap.close)
 
     def withdraw(self) -> None:
         """See `PeerMemory.withdraw`."""
-        if self._exchange is not None:
-            self._exchange.close()
-            self._exchange = None
+        self._passing.withdraw()
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from comm_core._driver import Device
 from comm_core._json import JsonObject
 from comm_core.errors import CommError, UnsupportedError
-from comm_core.memory.fd_exchange import Exchange
+from comm_core.memory.passing import Passing
 from comm_core.memory.peer import PeerMemory, unmap_each
 from comm_core.topology.facts import HostFacts
 
@@ -88,9 +88,7 @@ class VmmMemory(PeerMemory):
         self._range: tuple[int, int] | None = None
         """Address and bytes of one reservation for the memory of all ranks."""
         self._stride = 0
-        self._exchange: Exchange | None = None
-        self._exported = -1
-        self._received: dict[int, int] = {}
+        self._passing = Passing(rank)
 
     @property
     def handle(self) -> int:
@@ -139,22 +137,11 @@ class VmmMemory(PeerMemory):
 
     def export(self, hosts: Sequence[HostFacts]) -> JsonObject:
         """See `PeerMemory.export`."""
-        self._exported = self._device.export_descriptor(self.handle)
-        try:
-            self._exchange = Exchange(self.rank, hosts)
-        except BaseException:
-            self.withdraw()
-            raise
-        return self._exchange.invitation
+        return self._passing.offer(self._device.export_descriptor(self.handle), hosts)
 
     def exchange(self, exports: Sequence[JsonObject], timeout_s: float) -> None:
         """See `PeerMemory.exchange`."""
-        assert self._exchange is not None
-        own = {peer: self._exported for peer in range(len(exports)) if peer != self.rank}
-        try:
-            self._received = self._exchange.run(exports, own, timeout_s=timeout_s)
-        finally:
-            self.withdraw()
+        self._passing.run(exports, timeout_s)
 
     def map(self, exports: Sequence[JsonObject]) -> tuple[int, ...]:
         """See `PeerMemory.map`."""
@@ -179,18 +166,12 @@ class VmmMemory(PeerMemory):
 
     def unmap(self) -> None:
         """See `PeerMemory.unmap`."""
-        while self._received:
-            os.close(self._received.popitem()[1])
+        self._passing.close()
         unmap_each(self._imported, _Segment.release)
 
     def withdraw(self) -> None:
         """See `PeerMemory.withdraw`."""
-        if self._exchange is not None:
-            self._exchange.close()
-            self._exchange = None
-        if self._exported >= 0:
-            os.close(self._exported)
-            self._exported = -1
+        self._passing.withdraw()
 
     def free(self) -> None:
         """See `PeerMemory.free`."""
@@ -232,9 +213,8 @@ class VmmMemory(PeerMemory):
         return self._device.create(nbytes)
 
     def _import(self, peer: int, exports: Sequence[JsonObject]) -> int:
-        handle = self._device.import_descriptor(self._received[peer])
-        os.close(self._received.pop(peer))
-        return handle
+        with self._passing.take(peer) as descriptor:
+            return self._device.import_descriptor(descriptor)
 
     def _stretch(self, rank: int, nbytes: int) -> _Segment:
         """Return the place for a rank's memory: in the common range, or one that is still to be reserved."""

@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import pytest
 import torch
 
-from comm_core import UlyssesCommunicator, plugins
+from comm_core import UlyssesCommunicator
 from comm_core.errors import CommError, PeerStalledError
 from comm_core.testing import reference
+from comm_core.testing.gpu import registered
 from comm_core.testing.ranks import FunctionRef, RankPool
 from comm_core.testing.reference import assert_same_bits
 
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 
 __all__ = ["DeviceCase", "DeviceContract", "expected", "operand"]
 
-_REGISTERED = "device contract"
 _SILENT = 1
 """The rank that does not come."""
 _TIMEOUT_S = 110.0
@@ -64,16 +64,24 @@ class DeviceCase:
         arguments: dict[str, Any] = {"max_bytes": 1 << 20, "dtype": torch.bfloat16, "device": device}
         return UlyssesCommunicator(group, backend=self.transport, **{**arguments, **dict(self.options), **changes})
 
+    def run(
+        self,
+        ranks: RankPool,
+        function: Callable[..., Any],
+        *arguments: Any,
+        size: int,
+        timeout_s: float = _TIMEOUT_S,
+        **options: Any,
+    ) -> list[Any]:
+        """Run ``function(group, case, *arguments)`` on `size` ranks; `options` are those of `RankPool.run`."""
+        named = FunctionRef.of(function)
+        return ranks.run(in_case, self, named, *arguments, ranks=size, timeout_s=timeout_s, **options)
+
 
 def in_case(group: ProcessGroup, case: DeviceCase, function: FunctionRef, *arguments: Any) -> Any:
     """Call a function with the plugin registered, where it is not an installed one."""
-    if case.plugin is None:
+    with registered(case.plugin):
         return function.resolve()(group, case, *arguments)
-    try:
-        plugins.register(_REGISTERED, case.plugin.resolve()())
-        return function.resolve()(group, case, *arguments)
-    finally:
-        plugins.unregister(_REGISTERED)
 
 
 def operand(rank: int, round_: int, size: int, device: torch.device) -> torch.Tensor:
@@ -268,8 +276,7 @@ class DeviceContract:
     def run(self, ranks: RankPool, function: Callable[..., Any], *arguments: Any, size: int, **changes: Any) -> Any:
         """Run `function(group, case, *arguments)` on `size` ranks."""
         env = {**self.environment, **changes.pop("env", {})}
-        named = FunctionRef.of(function)
-        return ranks.run(in_case, self.case, named, *arguments, ranks=size, timeout_s=_TIMEOUT_S, env=env, **changes)
+        return self.case.run(ranks, function, *arguments, size=size, env=env, **changes)
 
     @pytest.mark.parametrize("direct", [True, False], ids=["direct", "staged"])
     def test_captured_graphs_replay_among_eager_calls(self, ranks: RankPool, direct: bool) -> None:

@@ -323,4 +323,8 @@ class TransportSession(ABC):
         raise UnsupportedError(f"{type(self).__name__}: {_NO_CHECKPOINT}")
 
     def close(self, timeout_s: float | None = None) -> None:  # noqa: B027 - a session may own nothing
-        """Release everything. Collective where `properties.shared_resources`; may be called again after a failure."""
+        """Release everything. Collective where `properties.shared_resources`; may be called again after a failure.
+
+        Where it is collective, every other call raises `ClosedError` once it was called, whatever became of it:
+        another rank may have released what the call would use.
+        """

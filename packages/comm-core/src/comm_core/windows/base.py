@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from comm_core import _cuda
-from comm_core.errors import GroupTimeoutError, PeerStalledError
+from comm_core.errors import ClosedError, GroupTimeoutError, PeerStalledError
 from comm_core.memory.peer import Mapped, map_jointly
 from comm_core.windows.launch import SessionStruct, WindowStruct
 from comm_core.windows.signals import RECORD_BYTES, SIGNAL_BYTES, Stall, StallKind, abort_code, read_stall
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from comm_core.consensus import Transaction
     from comm_core.group import Group
 
-__all__ = ["SignalSession"]
+__all__ = ["SignalSession", "closed_error"]
 
 _log = logging.getLogger("comm_core")
 
@@ -40,6 +40,10 @@ class SignalSession:
 
     noun: ClassVar[str] = "communicator"
     """What a stall breaks, for texts."""
+    what: ClassVar[str] = "this session"
+    """The session, for texts."""
+    call: ClassVar[str] = "a call"
+    """What is made with it, for texts."""
 
     def __init__(
         self, stages: Transaction, device: torch.device, *, form: str, timeout_s: float, poison: bool = True
@@ -148,15 +152,31 @@ class SignalSession:
         return self._stall is None
 
     def check(self) -> None:
-        """Raise if a kernel of this session has given up or was told to.
+        """Raise if a kernel of this session has given up or was told to, or if its end has begun. Every call does it.
 
         Raises:
+            ClosedError: as `check_open`.
             PeerStalledError: it names the rank that was waited for.
         """
+        if self._closed:
+            self.check_open()
         if self._stall is None and self._record_state.value:
             self.look()
         if self._stall is not None:
             raise PeerStalledError(self._stall_text(self._stall), self._stall.waited_for, self._stall.reporter)
+
+    def check_open(self, call: str | None = None) -> None:
+        """Raise if `close` was called, whether or not it succeeded: peers may have unmapped memory already.
+
+        Args:
+            call: what is refused, for the text.
+
+        Raises:
+            ClosedError: `close` was called on this rank.
+        """
+        if self._closed:
+            over = self.windows.closed and self._teardown.closed
+            raise closed_error(self._group.rank, call or self.call, self.what, over=over)
 
     def _stall_text(self, stall: Stall) -> str:
         where = f"operation {stall.epoch} of this session, {stall.operation_text}"
@@ -248,3 +268,20 @@ class SignalSession:
                 text = f"{error}; so are the {self._teardown.abandon()} bytes that the session was opened with"
                 raise GroupTimeoutError(error.what, error.missing, text) from error
             self._teardown.close(timeout_s)
+
+
+def closed_error(rank: int, call: str, what: str, *, over: bool) -> ClosedError:
+    """Return the error of a call that comes after a `close` was begun.
+
+    Args:
+        rank: this rank.
+        call: what is refused.
+        what: the session, in words.
+        over: whether everything was released, or given up, on this rank.
+    """
+    if over:
+        return ClosedError(f"rank {rank}: {call}: {what} is closed")
+    return ClosedError(
+        f"rank {rank}: {call}: closing {what} has begun and is not over, so other ranks may have unmapped its memory "
+        "already; call close on every rank again"
+    )

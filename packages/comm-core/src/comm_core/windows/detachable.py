@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import uuid
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from comm_core import _cuda
 from comm_core.consensus import joint
-from comm_core.errors import ClosedError, UnsupportedError
+from comm_core.errors import UnsupportedError
 from comm_core.memory.detach import Lifecycle, attach_jointly, check_detachable, detach_jointly
 from comm_core.windows.base import SignalSession
 
@@ -27,10 +27,6 @@ class DetachableSession(SignalSession):
     Its constructor calls `_begin_life` last.
     """
 
-    what: ClassVar[str]
-    """The session, for texts."""
-    call: ClassVar[str] = "a call"
-    """What is made with it, for texts."""
     _usable = True
     _lifecycle: Lifecycle
 
@@ -49,18 +45,17 @@ class DetachableSession(SignalSession):
 
         Raises:
             CheckpointError: the memory is detached, or a checkpoint or restore failed half-way.
-            ClosedError: it was closed, or closing it failed: peers may be unmapped already.
-            PeerStalledError: as there.
+            ClosedError, PeerStalledError: as there.
         """
         if not self._usable:
+            self.check_open()
             self._lifecycle.check(self.call)
-            raise ClosedError(
-                f"{self.call}: closing {self.what} has begun and is not over; call close on every rank again"
-            )
         super().check()
 
     def checkpoint_prepare(self) -> None:
         """Give up the physical memory and keep the addresses. Collective; nothing where that is the state already."""
+        # Here, and not as a joint outcome: what a close has begun is at the other ranks' close too.
+        self.check_open("checkpoint_prepare")
 
         def ready() -> None:
             self._check_capture()
@@ -81,6 +76,7 @@ class DetachableSession(SignalSession):
 
     def checkpoint_restore(self, group: Group) -> None:
         """Bring the memory back at the same addresses. Collective; nothing where that is the state already."""
+        self.check_open("checkpoint_restore")
         what = f"checkpoint_restore of {self.what}"
 
         def attach(new: Group) -> None:
@@ -110,9 +106,7 @@ class DetachableSession(SignalSession):
         elif self.state == "failed":
             _log.warning("%s: %d bytes are kept until this process ends", self.what, self.abandon())
         elif self.state != "closed":
-            self._usable = False
             super().close(timeout_s)
-        self._usable = False
         self._lifecycle.close()
 
     def _check_capture(self) -> None:

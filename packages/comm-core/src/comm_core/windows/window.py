@@ -130,6 +130,11 @@ class WindowSet:
             self._teardowns.append(stages.commit())
         return window
 
+    @property
+    def closed(self) -> bool:
+        """Whether the windows that were added later were all released, or given up, on this rank."""
+        return not self._teardowns
+
     def find(self, address: int, nbytes: int) -> tuple[MappedWindow, int] | None:
         """Return the window that holds this rank's memory [address, address + nbytes) and the offset in it."""
         place = bisect_right(self._addresses, address)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -107,10 +106,6 @@ class DevicePort(ABC):
         self.windows.barrier(operation)
         self.settle()
         self.windows.check()
-
-    def now_ns(self) -> int:
-        """Return a clock that only goes forward."""
-        return time.monotonic_ns()
 
 
 class _HostWindows(WindowSession):

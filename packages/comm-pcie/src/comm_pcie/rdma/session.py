@@ -36,6 +36,7 @@ from comm_core.errors import (
 from comm_core.transport import strided
 from comm_core.transport.interface import Properties, Staging, TransportSession
 from comm_core.transport.plan import Plan
+from comm_core.windows.base import closed_error
 from comm_core.windows.signals import Operation
 from comm_core.windows.window import MAX_WINDOWS
 from comm_pcie.calls import BoundStream, buffer_bytes, refuse_head_chunks, refuse_output
@@ -126,7 +127,8 @@ class RdmaSession(TransportSession):
         self._epoch = 0
         self._failure: TransportError | None = None
         self._quiesced: Quiesced | None = None
-        self._closed = False
+        # Whether a close was begun, and whether there is nothing left for one to do.
+        self._ending = self._closed = False
 
     @property
     def counters(self) -> Counters:
@@ -310,11 +312,13 @@ class RdmaSession(TransportSession):
 
         An event (the port went down, the GID changed) is told to the group at once, so that no rank waits for its
         deadline.
+
+        Raises:
+            ClosedError: `close` was called, whether or not it succeeded.
         """
+        self._check_open("a call")
         if self._failure is not None:
             raise self._failure
-        if self._closed:
-            return
         error: TransportError | None = self._told()
         if error is None:
             try:
@@ -326,6 +330,10 @@ class RdmaSession(TransportSession):
             error = _NicError(f"rank {self._group.rank}: its NIC failed: {problem}", -1)
         if error is not None:
             raise self._broken(_NO_CALL, error, None) from None
+
+    def _check_open(self, call: str) -> None:
+        if self._ending or self._closed:
+            raise closed_error(self._group.rank, call, f"this session of route {self.route!r}", over=self._closed)
 
     # The rest of the interface
 
@@ -376,7 +384,9 @@ class RdmaSession(TransportSession):
 
         Raises:
             ArgumentValueError: `out` is not exactly what `allocate_output` returned, or `shape` does not fit.
+            ClosedError: `close` was called.
         """
+        self._check_open("input_buffer")
         output = self._outputs.get(out.data_ptr())
         nbytes = buffer_bytes(out, shape, None if output is None else output.nbytes)
         assert output is not None
@@ -395,6 +405,8 @@ class RdmaSession(TransportSession):
         """
         if self._closed:
             return
+        # Whatever becomes of this: from here on another rank may release what a call would use.
+        self._ending = True
         quiesced = self._quiesce()
         vote = {"safe": quiesced.teardown_safe, "reason": quiesced.reason}
         try:
