@@ -147,6 +147,18 @@ def test_a_field_that_can_not_be_used_is_an_argument_error_and_the_next_call_wor
     fill(0, 0x1000, 0, 0)
 
 
+def test_what_was_packed_once_may_be_passed_again(at_fat: Path) -> None:
+    module = load(SELFCHECK, archs=["9.0a"])
+    pack, run = module.bind_parts("comm_core_fill_v1")
+    good, bad = pack(0, 0x1000, 0, 0), pack(0, 0x1001, 1, 0)
+    for _ in range(2):
+        run(good)
+        with pytest.raises(ArgumentValueError, match=r"comm_core_fill_v1: fill: data must be .* aligned"):
+            run(bad)
+    with pytest.raises(ArgumentValueError, match="no entry point 'comm_core_x_v1'"):
+        module.bind_parts("comm_core_x_v1")
+
+
 def test_the_text_of_an_error_is_the_threads_own(at_fat: Path) -> None:
     """Ranks can be threads of one process."""
     module = load(SELFCHECK, archs=["9.0a"])

@@ -523,6 +523,37 @@ def test_a_closed_communicator_says_so_and_closes_again_quietly() -> None:
             call()
 
 
+def test_a_known_encoded_call_keeps_the_communicators_promises() -> None:
+    """One call at a time, counted and known to autograd; an error of ours refuses it, any other one breaks."""
+    made: list[str] = []
+    outputs = [torch.zeros(2), torch.zeros(3)]
+    with torch.inference_mode():
+        outputs.append(torch.zeros(4))
+
+    def fail(error: Exception) -> Callable[[], None]:
+        def execute() -> None:
+            raise error
+
+        return execute
+
+    with single() as comm:
+        launch = comm._host.launch
+        launch("scatter_qkv", lambda: made.append("one"), outputs, 24)
+        assert made == ["one"] and comm.bytes_sent == 24 and [x._version for x in outputs[:2]] == [1, 1]
+        with comm._busy, pytest.raises(UnsupportedError, match=r"scatter_qkv: another call .* in another thread"):
+            launch("scatter_qkv", lambda: made.append("two"), outputs, 24)
+        with pytest.raises(UnsupportedError, match="not now"):
+            launch("scatter_qkv", fail(UnsupportedError("not now")), outputs, 24)
+        launch("scatter_qkv", lambda: made.append("three"), outputs, 24)
+        with pytest.raises(TransportError, match=r"scatter_qkv over .* failed: OSError: gone"):
+            launch("scatter_qkv", fail(OSError("gone")), outputs, 24)
+        with pytest.raises(TransportError, match=r"broken since an earlier failure: .* gone"):
+            launch("scatter_qkv", lambda: made.append("four"), outputs, 24)
+        assert made == ["one", "three"] and comm.bytes_sent == 48 and outputs[0]._version == 2
+    with pytest.raises(ClosedError, match="closed"):
+        launch("scatter_qkv", lambda: made.append("five"), outputs, 24)
+
+
 def test_encodings_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     # comm-lowp may well be installed here.
     monkeypatch.setattr(codec, "registry", Registry)

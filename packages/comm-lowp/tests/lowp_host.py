@@ -38,13 +38,13 @@ def compile_host(source: Path, output: Path, *flags: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def build(folder: Path) -> Module:
-    """Compile the module for the host and load it as every module is."""
+def build(folder: Path, *flags: str) -> Module:
+    """Compile the module for the host, with more flags, and load it as every module is."""
     kernels = Path(str(comm_lowp.__file__)).parent / MODULE.sources[0]
     source = folder / "sage2.cpp"
     source.write_text(f'#include "{FIBERS}"\n#include "{kernels}"\n', encoding="utf-8")
     library = folder / "sage2.so"
-    compile_host(source, library, "-shared")
+    compile_host(source, library, "-shared", *flags)
     return Module(MODULE, Artifact(MODULE.name, "host", library, {"archs": []}, {}))
 
 

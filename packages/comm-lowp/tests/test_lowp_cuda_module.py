@@ -43,7 +43,7 @@ def test_it_is_as_every_module_must_be(library: Artifact) -> None:
     assert cubin.problems(MODULE, library) == []
     usage = [item for item in cubin.kernel_usage(library.log.read_text(encoding="utf-8")) if item.kernel]
     # The check can't pass by reading nothing.
-    assert len({item.name for item in usage}) >= 16 and len(usage) % 5 == 0
+    assert len({item.name for item in usage}) >= 12 and len(usage) % 5 == 0
     assert all(item.registers > 0 and item.stack_bytes == 0 for item in usage if "comm_lowp" in item.name)
 
 
@@ -73,17 +73,6 @@ def test_enough_blocks_fit_an_sm_to_keep_memory_busy(
         assert blocks_that_fit(item.registers, threads) >= least, item
 
 
-def test_the_blocks_that_wait_for_other_ranks_fit_one_gpu(library: Artifact) -> None:
-    """Sixteen ranks may share a GPU, of which an A100 has 108 SMs, and all these blocks must be on it at once."""
-    text = (HEADERS / "direct.cuh").read_text(encoding="utf-8")
-    (blocks,) = re.findall(r"kGatherBlocks = (\d+);", text)
-    usage = cubin.kernel_usage(library.log.read_text(encoding="utf-8"))
-    found = [item for item in usage if item.kernel and "gather_kernel" in item.name]
-    assert len(found) == 5
-    for item in found:
-        assert 108 * blocks_that_fit(item.registers, 256) >= 16 * int(blocks), item
-
-
 @pytest.fixture(scope="module")
 def ptx(tmp_path_factory: pytest.TempPathFactory) -> str:
     cubin.require_nvcc()
@@ -104,14 +93,16 @@ def test_no_operation_of_the_arithmetic_is_contracted_or_approximate(ptx: str) -
         assert wrong not in ptx, wrong
 
 
-def test_kernels_that_wait_for_other_ranks_let_nothing_start_early(ptx: str) -> None:
-    """The blocks of the next kernel could keep the other ranks' kernels off a GPU that they share."""
+def test_what_somebody_else_launches_does_not_start_early(ptx: str) -> None:
+    """It may wait for other ranks, and its blocks could keep their kernels off a GPU that they share.
+
+    What follows a kernel of our own that waits: test_lowp_direct_host.py.
+    """
     bodies = re.split(r"\.visible \.entry ", ptx)[1:]
     leads = {body.split("(")[0]: "griddepcontrol.launch_dependents" in body for body in bodies}
-    assert all("griddepcontrol.wait" in body for body in bodies) and len(leads) == 16
+    assert all("griddepcontrol.wait" in body for body in bodies) and len(leads) == 12
     for name, lead in leads.items():
-        last = any(part in name for part in ("gather_kernel", "close_kernel", "unpack_kernel"))
-        assert lead is not last, name
+        assert lead is not ("unpack_kernel" in name), name
 
 
 def test_headers_stand_alone_on_a_host(tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ def session_of(scatter: DirectScatter) -> Any:
 def prepare(kernels: Kernels, case: Case, timeout_s: float = 30.0, poison: bool = True) -> list[DirectScatter]:
     memory = Memory(case.ranks, direct_window_bytes(case.grids[0])[0])
     return [
-        DirectScatter(kernels, HostSession(memory, rank, timeout_s, poison), grid, case.dtype, gather_blocks=1)
+        DirectScatter(kernels, HostSession(memory, rank, timeout_s, poison), grid, case.dtype)
         for rank, grid in enumerate(case.grids)
     ]
 
@@ -135,6 +135,31 @@ def test_calls_in_a_row_equal_the_gathered_quantization(kernels: Kernels, case: 
     scatters = prepare(kernels, case)
     cases = [case._replace(seed=case.seed + number) for number in range(4)]
     assert run_threads(case.ranks, exchange, scatters, cases, skew) == [4] * case.ranks
+
+
+@pytest.fixture(scope="module")
+def at_once(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The kernels with four blocks of a launch at the same time."""
+    module = lowp_host.build(tmp_path_factory.mktemp("at once"), "-DCOMM_HOST_BLOCKS=4", "-pthread")
+    with pytest.MonkeyPatch.context() as patch:
+        yield lowp_host.host_kernels(module, patch)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(1, 1, 700, 3, 64, 690, torch.bfloat16, "sage2_sm90", 1),
+        Case(2, 2, 300, 2, 64, 600, torch.float16, "sage2_sm89_sm120", 2, "bias"),
+        Case(3, 1, 70, 1, 128, 199, torch.bfloat16, "sage2_sm90", 3),
+    ],
+    ids=lambda case: "-".join(str(part) for part in case),
+)
+def test_blocks_that_run_at_once_find_the_last_one_and_wait_for_the_first_ones(at_once: Kernels, case: Case) -> None:
+    """The last block of a row sums it up, the last of all meets the other ranks; pack waits for its first blocks."""
+    scatters = prepare(at_once, case)
+    cases = [case._replace(seed=case.seed + number) for number in range(6)]
+    assert run_threads(case.ranks, exchange, scatters, cases, False) == [6] * case.ranks
+    assert not any(scatter.scratch.counters.any() for scatter in scatters)
 
 
 def missing(group: Group, scatters: Sequence[DirectScatter], case: Case, absent: int, late: bool) -> Any:
@@ -190,6 +215,32 @@ def test_outputs_are_left_alone_where_that_was_asked_for(kernels: Kernels) -> No
     assert not poisoned(outs[:3])
 
 
+def unfinished(group: Group, scatters: Sequence[DirectScatter], case: Case) -> Any:
+    rank = group.rank
+    outs = outputs(case.grids[rank], CPU)
+    if rank == 0:
+        # As if one of the blocks that finalize the statistics never came.
+        scatters[0].scratch.counters[-1] -= 1
+    scatters[rank](*case.shards(lowp_cases.operands(case), rank), outs)
+    group.barrier("all have given up")
+    return poisoned(outs), session_of(scatters[rank]).stall, scatters[rank].scratch.counters.any().item()
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_wait_for_blocks_of_the_same_launch_ends_at_the_deadline(kernels: Kernels, ranks: int) -> None:
+    case = Case(ranks, 1, 40, 1, 64, 40 * ranks, torch.bfloat16, "sage2_sm90", 1)
+    scatters = prepare(kernels, case, timeout_s=0.5)
+    before = [scatter.window.local[: direct_window_bytes(case.grids[0])[1]].clone() for scatter in scatters]
+    for rank, (spoilt, stall, counts) in enumerate(run_threads(ranks, unfinished, scatters, case)):
+        # Who waits for this rank's payload may have given up a moment before.
+        assert spoilt, rank
+        assert (stall.waited_for, stall.operation) == (0, Operation.EXCHANGE_CHUNKS), (rank, stall)
+        assert not counts, "the next launch would count wrongly"
+    chunk = case.grids[0].payload.chunk_bytes
+    for window, old in zip(scatters, before, strict=True):
+        assert torch.equal(window.window.local[:chunk], old[:chunk]), "rank 0 stored a payload without statistics"
+
+
 def refused(change: Callable[[DirectScatter], None], kernels: Kernels, case: Case, text: str) -> None:
     scatter = prepare(kernels, case)[0]
     change(scatter)
@@ -203,24 +254,50 @@ def refused(change: Callable[[DirectScatter], None], kernels: Kernels, case: Cas
 def test_mistakes_are_refused_before_a_signal_is_given(kernels: Kernels) -> None:
     case = Case(2, 1, 40, 1, 64, 80, torch.bfloat16, "sage2_sm90", 1)
 
-    def blocks(scatter: Any) -> None:
-        scatter._tail = (*scatter._tail[:-1], 17)
-
     def offset(scatter: Any) -> None:
         scatter._tail = (*scatter._tail[:16], 64, *scatter._tail[17:])
 
     def rank(scatter: Any) -> None:
         scatter._session = HostSession(session_of(scatter).memory, 1, 1.0)
 
-    refused(blocks, kernels, case, "at most 16 are sure to run at once")
     refused(offset, kernels, case, "overlap the payload")
     refused(rank, kernels, case, "rank 0 of 2, but the session is rank 1 of 2")
 
 
-@pytest.mark.parametrize(("pdl", "expected_launches"), [(None, "0111111"), (True, "1111111"), (False, "0000000")])
-def test_a_call_is_seven_kernels_of_which_the_first_waits_for_what_is_before(
+def again(group: Group, scatters: Sequence[DirectScatter], case: Case) -> int:
+    """A call that was prepared once, with operands that change, and a session that moves its struct."""
+    rank = group.rank
+    operands = case.shards(lowp_cases.operands(case), rank)
+    outs = outputs(case.grids[rank], CPU)
+    launch = scatters[rank].prepare(*operands, outs)
+    session = session_of(scatters[rank])
+    packed = []
+    for seed in range(4):
+        seeded = case._replace(seed=seed)
+        values = lowp_cases.operands(seeded)
+        for x, value in zip(operands, case.shards(values, rank), strict=True):
+            x.copy_(value)
+        launch()
+        check(seeded, expected(seeded, *values), outs, rank)
+        packed.append(launch._packed)
+        if seed == 1:
+            session.moved, session.packed = session.packed, ctypes.create_string_buffer(session.packed.raw)
+            ctypes.memset(session.moved, 0xFF, len(session.moved))
+    assert packed[0] is packed[1] and packed[2] is packed[3] and packed[1] != packed[2]
+    return len(packed)
+
+
+def test_a_prepared_call_is_made_any_number_of_times(kernels: Kernels) -> None:
+    """It is packed once, and anew where the session's struct lies elsewhere: the old one is of no use any more."""
+    case = Case(2, 1, 40, 2, 64, 70, torch.bfloat16, "sage2_sm90", 1)
+    assert run_threads(case.ranks, again, prepare(kernels, case), case) == [4, 4]
+
+
+@pytest.mark.parametrize(("pdl", "expected_launches"), [(None, "000"), (True, "100"), (False, "000")])
+def test_a_call_is_three_kernels_and_what_follows_a_wait_for_other_ranks_does_not_start_early(
     module: Module, kernels: Kernels, pdl: bool | None, expected_launches: str
 ) -> None:
+    """Statistics and pack wait at their end. The first kernel follows somebody else's, which may wait as well."""
     case = Case(1, 1, 40, 1, 64, 40, torch.bfloat16, "sage2_sm90", 1)
     (scatter,) = prepare(kernels, case)
     lowp_host.launches(module)

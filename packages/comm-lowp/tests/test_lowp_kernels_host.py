@@ -180,21 +180,21 @@ def test_a_single_rank_needs_no_copy_of_q_and_k(kernels: Kernels, layout: str) -
         assert torch.equal(out.view(torch.uint8), other.view(torch.uint8))
 
 
-@pytest.mark.parametrize(("pdl", "first", "later"), [(None, "0", "1"), (True, "1", "1"), (False, "0", "0")])
+@pytest.mark.parametrize(("pdl", "first"), [(None, "0"), (True, "1"), (False, "0")])
 def test_what_somebody_elses_kernel_may_wait_for_does_not_start_early(
-    module: Module, kernels: Kernels, pdl: bool | None, first: str, later: str
+    module: Module, kernels: Kernels, pdl: bool | None, first: str
 ) -> None:
-    """The first kernel of a call follows one of another library, which may be waiting for other ranks."""
+    """Each pass is one kernel. It follows one of another library, which may be waiting for other ranks."""
     case, grid, (q, k, v), final = single(kernels, "sage2_sm90")
     flat, scratch = torch.empty(1, grid.statistics_elems), kernels.scratch(grid, case.dtype)
     sent = torch.empty(1, grid.payload.chunk_bytes, dtype=torch.uint8)
     lowp_host.launches(module)
     kernels.statistics(q, k, v, grid, flat, scratch, pdl=pdl)
-    assert lowp_host.launches(module) == first + later
+    assert lowp_host.launches(module) == first
     kernels.finalize(flat, scratch, grid, final, pdl=pdl)
     kernels.quant_pack(q, k, v, final, grid, [sent.data_ptr()], pdl=pdl)
     kernels.unpack(sent, grid, outputs(grid, kernels.device)[:5], pdl=pdl)
     assert lowp_host.launches(module) == first * 3
     without = Kernels(module, kernels.device, pdl=False)
     without.statistics(q, k, v, grid, flat, scratch, pdl=pdl)
-    assert lowp_host.launches(module) == "00"
+    assert lowp_host.launches(module) == "0"

@@ -108,7 +108,7 @@ class TorchKernels:
 
     def scratch(self, grid: Grid, dtype: torch.dtype) -> Scratch:
         none = torch.zeros(0)
-        return Scratch(none, none, none, torch.zeros(grid.batch_size, grid.heads, grid.q_slots))
+        return Scratch(none, none, none, torch.zeros(grid.batch_size, grid.heads, grid.q_slots), none)
 
     def final(self, grid: Grid, dtype: torch.dtype) -> Final:
         b, h, d = grid.batch_size, grid.heads, grid.head_dim
@@ -176,7 +176,10 @@ def host_of(group: Group, session: Any, case: Case = CASE) -> CodecHost:
         assert isinstance(call, EncodedCall)
         return call.execute()
 
-    return CodecHost(group, session, "hub", torch.device("cpu"), case.dtype, 1 << 24, False, run)
+    def launch(operation: str, execute: Any, outputs: Any, sent_bytes: int) -> None:
+        execute()
+
+    return CodecHost(group, session, "hub", torch.device("cpu"), case.dtype, 1 << 24, False, run, launch)
 
 
 @pytest.fixture(autouse=True)

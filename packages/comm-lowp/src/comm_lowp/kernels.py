@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
@@ -33,6 +33,7 @@ __all__ = [
     "PART_Q",
     "PART_SCALES",
     "PART_V",
+    "DirectLaunch",
     "DirectScatter",
     "Kernels",
     "PeerSession",
@@ -55,8 +56,6 @@ _PDL_FIRST = 2
 _CHUNK_ROWS = 256
 _SEGMENTS = 5
 """Twins: include/comm_lowp/geometry.cuh, kChunkRows and kSegments."""
-_GATHER_BLOCKS = 16
-"""Twin: include/comm_lowp/direct.cuh, kGatherBlocks."""
 _NO_VIEW = (0, 0, 0, 0)
 _GEOMETRY = struct.Struct(f"{MODULE.structs['comm_lowp_geometry_v1']}")
 
@@ -71,16 +70,19 @@ class Scratch:
             places only those of groups that the chunk touches are written.
         v_amax: largest magnitude of V by chunk, ``[B, H, C, D]`` in the input dtype.
         q_amax: largest magnitude of Q by group, not floored, fp32 ``[B, H, slots(L, GQ)]``; 0 where not used.
+        counters: int32 ``[B * H + 3]``, by which the last of a kernel's blocks finds out that it is the last: 0
+            before and after every kernel. Kernels that use one scratch must follow each other.
     """
 
     k_sums: torch.Tensor
     k_extremes: torch.Tensor
     v_amax: torch.Tensor
     q_amax: torch.Tensor
+    counters: torch.Tensor
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """All of them."""
+        """All that is written anew by every pass: all but the counters."""
         return self.k_sums, self.k_extremes, self.v_amax, self.q_amax
 
     @property
@@ -187,7 +189,7 @@ class Kernels:
         self._finalize = module.bind("comm_lowp_finalize_v1")
         self._pack = module.bind("comm_lowp_pack_v1")
         self._unpack = module.bind("comm_lowp_unpack_v1")
-        self._scatter = module.bind("comm_lowp_scatter_v1")
+        self.scatter = module.bind_parts("comm_lowp_scatter_v1")
 
     def _guard(self) -> AbstractContextManager[object]:
         if self.device.type != "cuda" or _cuda.current_device() == self._index:
@@ -214,6 +216,7 @@ class Kernels:
             new(b, h, chunks, _SEGMENTS, 2, d, of=dtype),
             new(b, h, chunks, d, of=dtype),
             new(b, h, grid.q_slots),
+            torch.zeros(b * h + 3, dtype=torch.int32, device=self.device),
         )
 
     def final(self, grid: Grid, dtype: torch.dtype) -> Final:
@@ -268,6 +271,7 @@ class Kernels:
                 *_view(v),
                 *partials,
                 0 if flat is None else flat.data_ptr(),
+                scratch.counters.data_ptr(),
                 self._flags(pdl),
                 0,
             )
@@ -405,10 +409,6 @@ class Kernels:
         """
         return DirectScatter(self, session, grid, dtype)
 
-    def launch_direct(self, *fields: int) -> None:
-        """Launch a whole exchange over windows; see csrc/sage2.cu, comm_lowp_scatter_v1."""
-        self._scatter(*fields)
-
 
 def _padded(addresses: Sequence[int]) -> tuple[int, ...]:
     if len(addresses) > MAX_RANKS:
@@ -419,8 +419,8 @@ def _padded(addresses: Sequence[int]) -> tuple[int, ...]:
 class DirectScatter:
     """scatter_qkv over windows: no send buffer, no separate exchange, no other collective; `Kernels.direct` makes it.
 
-    A call is seven kernels, in one call into the library: statistics, their sum, their gather, what follows from
-    them, quantize and pack into the peers' windows, the end of the exchange, unpack. It is two operations of the
+    A call is three kernels, in one call into the library: statistics and their gather; what follows from them,
+    quantize and pack into the peers' windows, and the end of the exchange; unpack. It is two operations of the
     session. A session that stalls fills the outputs with NaN bytes, as in every exchange over windows.
 
     Args:
@@ -428,29 +428,19 @@ class DirectScatter:
         session: a window is allocated of it, which lives as long as the session.
         grid: this rank's place.
         dtype: of the operands.
-        gather_blocks: blocks of the gather of statistics, 1 to 16. They wait for the other ranks'.
     """
 
-    def __init__(
-        self,
-        kernels: Kernels,
-        session: PeerSession,
-        grid: Grid,
-        dtype: torch.dtype,
-        *,
-        gather_blocks: int = _GATHER_BLOCKS,
-    ) -> None:
+    def __init__(self, kernels: Kernels, session: PeerSession, grid: Grid, dtype: torch.dtype) -> None:
         nbytes, offset = direct_window_bytes(grid)
         self._kernels = kernels
         self._session = session
         self.window = session.window(nbytes)
         self.scratch = kernels.scratch(grid, dtype)
         self.final = kernels.final(grid, dtype)
-        self.statistics = torch.empty(grid.statistics_elems, dtype=torch.float32, device=kernels.device)
         # Kept here too, so that its address stays good.
         self._geometry = _geometry(grid, dtype)
         self._geometry_address = ctypes.addressof(self._geometry)
-        self._storage = (*self.scratch.pointers, self.statistics.data_ptr(), *self.final.pointers)
+        self._storage = (*self.scratch.pointers, self.scratch.counters.data_ptr(), *self.final.pointers)
         number: int = self.window.number  # type: ignore[attr-defined]  # windows of such sessions are numbered
         self._tail: tuple[int, ...] = (
             *_padded(self.window.peer_pointers),
@@ -458,7 +448,6 @@ class DirectScatter:
             number,
             Operation.ALL_GATHER_SMALL,
             Operation.EXCHANGE_CHUNKS,
-            gather_blocks,
         )
 
     def __call__(
@@ -483,27 +472,71 @@ class DirectScatter:
         Raises:
             PeerStalledError: an earlier operation of the session has stalled.
         """
-        kernels = self._kernels
-        with kernels._guard():  # pyright: ignore[reportPrivateUsage]
-            stream, session = self._session.launch_context()
-            kernels.launch_direct(
-                stream,
-                self._geometry_address,
-                session,
-                *_view(q),
-                *_view(k),
-                *_view(v),
-                *self._storage,
-                *[out.data_ptr() for out in outs],
-                *self._tail,
-                kernels._flags(pdl),  # pyright: ignore[reportPrivateUsage]
-                0,
-            )
+        launch = self.prepare(q, k, v, outs, pdl=pdl)
+        with self._kernels._guard():  # pyright: ignore[reportPrivateUsage]
+            launch()
+
+    def prepare(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        outs: Sequence[torch.Tensor],
+        *,
+        pdl: bool | None = None,
+    ) -> DirectLaunch:
+        """Return a call with this storage, to be made any number of times; arguments as of `__call__`."""
+        fields = (
+            *_view(q),
+            *_view(k),
+            *_view(v),
+            *self._storage,
+            *[out.data_ptr() for out in outs],
+            *self._tail,
+            self._kernels._flags(pdl),  # pyright: ignore[reportPrivateUsage]
+        )
+        return DirectLaunch(self, self._kernels.scatter, self._session, self._geometry_address, fields)
 
     @property
     def buffers(self) -> tuple[torch.Tensor, ...]:
         """The storage that outputs must not overlap."""
-        return (self.window.local, self.statistics, *self.scratch.tensors, *self.final)
+        return (self.window.local, *self.scratch.tensors, self.scratch.counters, *self.final)
+
+
+class DirectLaunch:
+    """A call of a `DirectScatter` whose storage is known; `DirectScatter.prepare` makes it.
+
+    It keeps addresses and not the tensors. Calling it is collective, and makes the call on the current stream; the
+    caller has made the device current, and raises what `DirectScatter` does.
+    """
+
+    __slots__ = ("_context", "_fields", "_geometry", "_owner", "_pack", "_packed", "_run", "_session")
+
+    def __init__(
+        self,
+        owner: DirectScatter,
+        parts: tuple[Callable[..., bytes], Callable[[bytes], None]],
+        session: PeerSession,
+        geometry: int,
+        fields: tuple[int, ...],
+    ) -> None:
+        self._owner = owner  # which has the storage behind the addresses
+        self._pack, self._run = parts
+        self._session = session
+        self._geometry = geometry
+        self._fields = fields
+        self._context: tuple[int, int] | None = None
+        self._packed = b""
+
+    def __call__(self) -> None:
+        """Make the call."""
+        context = self._session.launch_context()
+        if context != self._context:
+            # On another stream, or after the session has moved its struct.
+            stream, session = context
+            self._packed = self._pack(stream, self._geometry, session, *self._fields)
+            self._context = context
+        self._run(self._packed)
 
 
 @lru_cache(64)

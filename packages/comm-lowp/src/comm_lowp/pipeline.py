@@ -124,7 +124,7 @@ class KernelEncoder(Encoder):
     @property
     def buffers(self) -> tuple[torch.Tensor, ...]:
         """See `Encoder.buffers`: partial and final statistics."""
-        return (*self._scratch.tensors, *self._final)
+        return (*self._scratch.tensors, self._scratch.counters, *self._final)
 
     def statistics(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, flat: torch.Tensor) -> None:
         """See `Encoder.statistics`."""
@@ -148,6 +148,8 @@ class Pipeline(ABC):
 
     name: str
     """``"exchange"`` or ``"direct"``."""
+    orders_streams: bool
+    """Whether a call waits for an earlier one on another stream by itself."""
 
     @property
     @abstractmethod
@@ -158,11 +160,19 @@ class Pipeline(ABC):
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, outs: Outputs) -> None:
         """Encode and exchange, on the current stream. Collective. Arguments were checked."""
 
+    def prepare(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, outs: Outputs) -> Callable[[], None] | None:
+        """Return the call with this storage, to be made any number of times, without keeping the tensors.
+
+        None where it has to be given the tensors each time.
+        """
+        return None
+
 
 class ExchangePipeline(Pipeline):
     """Works over any transport: one gather of statistics and one exchange of chunks, and no other collective."""
 
     name = "exchange"
+    orders_streams = False
 
     def __init__(self, host: CodecHost, grid: Grid, make_encoder: Callable[[], Encoder]) -> None:
         session = self._session = host.session
@@ -219,6 +229,8 @@ class DirectPipeline(Pipeline):
     """All of it in one call of the kernels, over windows of the transport's session."""
 
     name = "direct"
+    # All that uses the storage are operations of the session, which follow each other.
+    orders_streams = True
 
     def __init__(self, kernels: Kernels, session: PeerSession, grid: Grid, dtype: torch.dtype) -> None:
         self._scatter = kernels.direct(session, grid, dtype)
@@ -231,6 +243,10 @@ class DirectPipeline(Pipeline):
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, outs: Outputs) -> None:
         """See `Pipeline`."""
         self._scatter(q, k, v, outs)
+
+    def prepare(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, outs: Outputs) -> Callable[[], None]:
+        """See `Pipeline.prepare`."""
+        return self._scatter.prepare(q, k, v, outs)
 
 
 def make_pipeline(host: CodecHost, grid: Grid, kernels: Kernels | None, *, everywhere: bool) -> Pipeline:

@@ -7,7 +7,7 @@ A call makes one gather (of statistics) and one exchange (of the payload), and n
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, NoReturn, cast
 
@@ -21,6 +21,7 @@ from comm_core.errors import ArgumentTypeError, ArgumentValueError, JointValueEr
 from comm_core.ulysses.codec import CodecHost, CodecWorkspace, EncodedCall
 from comm_core.ulysses.validation import byte_range
 from comm_lowp import _env, finite
+from comm_lowp.known import KnownCall, KnownCalls, Launch
 from comm_lowp.pipeline import Pipeline, make_pipeline
 from comm_lowp.sage2 import primitives
 from comm_lowp.sage2.dispatch import kernels_for
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
 
 __all__ = ["UlyssesQKV", "UlyssesQKVWorkspace", "prepare"]
 
-_ADMITTED = 64
-"""Sets of storage that are remembered as good; a model's layers use a few."""
 _FIELDS = ("q", "k", "v", "q_scale", "k_scale", "v_scale")
 
 
@@ -85,7 +84,7 @@ class UlyssesQKVWorkspace(CodecWorkspace):
     _metadata: tuple[str, int, int, torch.dtype]
     _outputs: tuple[tuple[tuple[int, ...], torch.dtype], ...]
     _sent_bytes: int
-    _admitted: set[Hashable]
+    _known: KnownCalls
 
     def __init__(self, *arguments: object, **keywords: object) -> NoReturn:
         raise ArgumentTypeError("UlyssesQKVWorkspace can't be constructed: prepare_qkv of a communicator makes it")
@@ -176,29 +175,52 @@ class UlyssesQKVWorkspace(CodecWorkspace):
         self, host: CodecHost, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: object | None
     ) -> UlyssesQKV:
         """See `UlyssesCommunicator.scatter_qkv`."""
-        return cast("UlyssesQKV", host.run("scatter_qkv", self._prepare, host, q, k, v, out))
+        known = self._find(q, k, v, out)
+        if known is not None and known.launch is not None and host is self._host and not host.checked:
+            target = cast("UlyssesQKV", out)
+            host.launch("scatter_qkv", known.launch, target[:6], self._sent_bytes)
+            return target
+        return cast("UlyssesQKV", host.run("scatter_qkv", self._prepare, host, known, q, k, v, out))
+
+    def _find(self, q: object, k: object, v: object, out: object | None) -> KnownCall | None:
+        """Return the call with this storage if it was found good before; raises nothing."""
+        if out is None:
+            return self._known.find((q, k, v))
+        try:
+            if type(out) is not UlyssesQKV or out[6:] != self._metadata:
+                return None
+        except Exception:
+            return None  # fields of types that can't be compared; the checks say so, where all ranks hear it
+        return self._known.find((q, k, v, *out[:6]))
 
     def _prepare(
-        self, host: CodecHost, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: object | None
+        self,
+        host: CodecHost,
+        known: KnownCall | None,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: object | None,
     ) -> EncodedCall:
-        """Check this rank's arguments; at once where the same storage was found good before."""
+        """Check this rank's arguments, unless the same storage was found good before."""
         if host is not self._host:
             raise ArgumentValueError(
                 "the workspace belongs to another communicator: prepare_qkv makes one for this communicator"
             )
-        key = _key(q, k, v, out)
-        if key is None or key not in self._admitted:
+        if known is None:
             self._check(q, k, v, out)
-            if key is not None:
-                if len(self._admitted) >= _ADMITTED:
-                    self._admitted.clear()
-                self._admitted.add(key)
+        target = cast("UlyssesQKV | None", out)
+        written = () if target is None else target[:6]
+        if known is not None:
+            launch = known.launch
+        else:
+            launch = self._pipeline.prepare(q, k, v, written) if written else None
+            self._known.keep((q, k, v, *written), launch)
         if host.checked:
             finite.check_finite(self._grid, q, k, v)
             finite.check_padding(self._grid, q, k, v)
-        target = cast("UlyssesQKV | None", out)
-        written = () if target is None else target[:6]
-        return EncodedCall(self._geometry, partial(self._execute, q, k, v, target), written, self._sent_bytes)
+        execute = partial(self._execute, q, k, v, target) if launch is None else partial(_launch, launch, target)
+        return EncodedCall(self._geometry, execute, written, self._sent_bytes)
 
     def _check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: object | None) -> None:
         for x, name in ((q, "q"), (k, "k"), (v, "v")):
@@ -249,7 +271,8 @@ class UlyssesQKVWorkspace(CodecWorkspace):
                     raise ArgumentValueError(f"{name} must not overlap {other}")
 
     def _execute(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: UlyssesQKV | None) -> UlyssesQKV:
-        self._order_streams()
+        if not self._pipeline.orders_streams:
+            self._order_streams()
         result = self._empty() if out is None else out
         self._pipeline(q, k, v, result[:6])
         return result
@@ -272,24 +295,9 @@ class UlyssesQKVWorkspace(CodecWorkspace):
         self._last_stream = stream
 
 
-def _key(q: object, k: object, v: object, out: object) -> Hashable | None:
-    """Return all that the checks of a call depend on, or None where that can't be told cheaply."""
-    tensors = (q, k, v)
-    metadata: tuple[object, ...] = ()
-    if type(out) is UlyssesQKV:
-        tensors, metadata = (q, k, v, *out[:6]), out[6:]
-    elif out is not None:
-        return None
-    parts: list[Hashable] = []
-    try:
-        for x in tensors:
-            if type(x) is not torch.Tensor or x.is_neg():
-                return None
-            parts.append((x.data_ptr(), x.shape, x.stride(), x.dtype, x.device))
-        hash(metadata)
-    except (RuntimeError, NotImplementedError, TypeError):
-        return None  # what can't be asked such things; the checks say why
-    return (*parts, metadata)
+def _launch(launch: Launch, out: UlyssesQKV | None) -> UlyssesQKV | None:
+    launch()
+    return out
 
 
 # Preparation
@@ -398,5 +406,5 @@ def _new_workspace(host: CodecHost, grid: Grid, pipeline: Pipeline) -> UlyssesQK
     )
     away = grid.payload.chunk_bytes + 4 * grid.statistics_elems
     workspace._sent_bytes = (grid.world_size - 1) * away  # pyright: ignore[reportPrivateUsage]
-    workspace._admitted = set()  # pyright: ignore[reportPrivateUsage]
+    workspace._known = KnownCalls()  # pyright: ignore[reportPrivateUsage]
     return workspace

@@ -9,6 +9,7 @@ import ctypes
 import struct
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 from comm_core import _cuda
@@ -147,15 +148,9 @@ class Module:
         Raises:
             ArgumentValueError: `entry_point` is none of the module's.
         """
-        if entry_point not in self.spec.entry_points:
-            raise ArgumentValueError(
-                f"module {self.spec.name!r} has no entry point {entry_point!r}; it has "
-                f"{', '.join(self.spec.entry_points)}"
-            )
-        layout = struct.Struct(self.spec.structs[self.spec.entry_points[entry_point]])
+        layout, function = self._entry(entry_point)
         # The struct of each call is a fresh bytes object, whose address ctypes passes without a copy. That is as fast
         # as packing into one kept buffer, and two threads can't overwrite each other's pointers.
-        function = self._symbol(entry_point, ctypes.c_int, ctypes.c_char_p)
         pack, size, abi, fail = layout.pack, layout.size, ABI, self._fail
 
         def call(*fields: int | float) -> None:
@@ -165,6 +160,33 @@ class Module:
 
         call.__name__ = call.__qualname__ = entry_point
         return call
+
+    def bind_parts(self, entry_point: str) -> tuple[Callable[..., bytes], Callable[[bytes], None]]:
+        """Return `bind`'s function in two: one packs the fields, the other one calls with what was packed.
+
+        For who makes one call many times: what was packed may be passed as often as its fields are right.
+
+        Raises:
+            ArgumentValueError: `entry_point` is none of the module's.
+        """
+        layout, function = self._entry(entry_point)
+        fail = self._fail
+
+        def run(packed: bytes) -> None:
+            status = function(packed)
+            if status:
+                fail(entry_point, status)
+
+        return partial(layout.pack, layout.size, ABI), run
+
+    def _entry(self, entry_point: str) -> tuple[struct.Struct, Callable[..., Any]]:
+        if entry_point not in self.spec.entry_points:
+            raise ArgumentValueError(
+                f"module {self.spec.name!r} has no entry point {entry_point!r}; it has "
+                f"{', '.join(self.spec.entry_points)}"
+            )
+        layout = struct.Struct(self.spec.structs[self.spec.entry_points[entry_point]])
+        return layout, self._symbol(entry_point, ctypes.c_int, ctypes.c_char_p)
 
     def preload(self, device: torch.device) -> None:
         """Load every kernel on `device`; the first launch of one would otherwise wait for the whole device.

@@ -1,12 +1,13 @@
 // CUDA on a host, as much of it as the kernels of this project use: the threads of a block are
 // fibers that run in turn, blocks run one after the other, device memory is host memory, a launch
-// runs at once.
+// runs at once. With COMM_HOST_BLOCKS, as many blocks of a launch run at the same time, on threads
+// of their own; they start in order, as on a GPU.
 //
 // A test puts this before a module's source and compiles both with a host compiler
 // (comm_core/testing/host_modules.py, compile_with_fibers). What runs is the real code of the
 // kernels, apart from the few lines that are written in PTX. Ranks may be threads. Blocks that wait
-// for blocks of their own launch would hang; those that wait for the same blocks of other ranks
-// don't. There are no clusters.
+// for later blocks of their own launch would hang; those that wait for earlier ones, or for the
+// same blocks of other ranks, don't. There are no clusters.
 #pragma once
 
 #define __CUDACC__ 1
@@ -27,7 +28,13 @@
 #include <string.h>
 #include <ucontext.h>
 
+#include <atomic>
+#include <thread>
 #include <vector>
+
+#if !defined(COMM_HOST_BLOCKS)
+#define COMM_HOST_BLOCKS 1
+#endif
 
 #define COMM_SPIN() host_spin()
 #define COMM_DYNAMIC_SHARED(type, name) type* name = reinterpret_cast<type*>(host::shared.data())
@@ -185,34 +192,53 @@ inline void run_block(unsigned threads, void (*body)(void*), void* argument) {
   }
 }
 
+// Run blocks on this thread, each the next one of the launch, until there is none left.
 template <class Params>
-void run(dim3 grid, unsigned threads, void (*kernel)(Params), const Params& params) {
+void run_blocks(Block& own, std::atomic<unsigned>& next, dim3 grid, unsigned threads,
+                void (*kernel)(Params), const Params& params) {
   struct Call {
     void (*kernel)(Params);
     const Params* params;
   } call = {kernel, &params};
-  // Kept: clearing the stacks for each launch takes longer than the launch.
-  static thread_local Block kept;
-  if (kept.fibers.size() < threads) {
-    kept.fibers.resize(threads);
-    kept.stacks.resize(threads * kStack);
-    kept.exchanged.resize(threads);
+  if (own.fibers.size() < threads) {
+    own.fibers.resize(threads);
+    own.stacks.resize(threads * kStack);
+    own.exchanged.resize(threads);
   }
-  block = &kept;
+  block = &own;
   blockDim = dim3(threads);
   gridDim = grid;
-  for (unsigned y = 0; y < grid.y; ++y) {
-    for (unsigned x = 0; x < grid.x; ++x) {
-      blockIdx = dim3(x, y);
-      run_block(
-          threads,
-          [](void* argument) {
-            Call* call = static_cast<Call*>(argument);
-            call->kernel(*call->params);
-          },
-          &call);
-    }
+  for (unsigned i = next++; i < grid.x * grid.y; i = next++) {
+    blockIdx = dim3(i % grid.x, i / grid.x);
+    run_block(
+        threads,
+        [](void* argument) {
+          Call* call = static_cast<Call*>(argument);
+          call->kernel(*call->params);
+        },
+        &call);
   }
+}
+
+template <class Params>
+void run(dim3 grid, unsigned threads, void (*kernel)(Params), const Params& params) {
+  std::atomic<unsigned> next{0};
+  if (COMM_HOST_BLOCKS == 1) {
+    // Kept: clearing the stacks for each launch takes longer than the launch.
+    static thread_local Block kept;
+    run_blocks(kept, next, grid, threads, kernel, params);
+    return;
+  }
+  const std::vector<uint64_t> dynamic = shared;
+  std::vector<std::thread> pool;
+  for (unsigned i = 0; i < COMM_HOST_BLOCKS && i < grid.x * grid.y; ++i) {
+    pool.emplace_back([&] {
+      Block own;
+      shared = dynamic;
+      run_blocks(own, next, grid, threads, kernel, params);
+    });
+  }
+  for (std::thread& one : pool) one.join();
 }
 
 }  // namespace host

@@ -54,6 +54,9 @@ class CodecHost:
         checked: whether it is in checked mode (``COMM_CHECK=1``).
         run: runs one call: ``run(operation, prepare, *arguments)`` lets `prepare` check this rank's arguments and
             return an `EncodedCall` (on which the ranks agree in checked mode), and executes that.
+        launch: runs one call that is known: ``launch(operation, execute, outputs, sent_bytes)``, as of an
+            `EncodedCall` that was found good before, with whatever its checks depend on unchanged. Cheaper than
+            `run`; not in checked mode, and `execute` uses no autograd.
     """
 
     group: Group
@@ -64,6 +67,7 @@ class CodecHost:
     max_bytes: int
     checked: bool
     run: Callable[..., object] = field(repr=False)
+    launch: Callable[[str, Callable[[], None], Sequence[torch.Tensor], int], None] = field(repr=False)
 
 
 class CodecWorkspace(ABC):

@@ -505,6 +505,7 @@ class UlyssesCommunicator:
             max_bytes=self.max_bytes,
             checked=self._checked,
             run=self._run_encoded,
+            launch=self._launch_known,
         )
 
     # Running
@@ -520,10 +521,7 @@ class UlyssesCommunicator:
         if self._closed or self._detached or self._broken is not None:
             self._usable(operation)
         if not self._busy.acquire(False):
-            raise UnsupportedError(
-                f"{operation}: another call of this communicator is running in another thread; a communicator takes "
-                "one call at a time, make one for each thread"
-            )
+            self._refuse_second(operation)
         # Both guards cost more than all checks of a known geometry, so each is taken only where it changes something.
         try:
             if not _cuda.is_current(self._ordinal):
@@ -569,11 +567,34 @@ class UlyssesCommunicator:
         except Exception as error:
             self._fail(operation, error)
             raise
-        for output in call.outputs:
-            if not output.is_inference():
-                _increment_version(output)
+        # It knows that tensors made in inference mode have no version.
+        _increment_version(call.outputs)
         self._bytes_sent += call.sent_bytes
         return result
+
+    def _launch_known(
+        self, operation: str, execute: Callable[[], None], outputs: Sequence[torch.Tensor], sent_bytes: int
+    ) -> None:
+        """Make an encoded call of which nothing is left to check; see `CodecHost.launch`."""
+        if self._closed or self._detached or self._broken is not None:
+            self._usable(operation)
+        if not self._busy.acquire(False):
+            self._refuse_second(operation)
+        try:
+            self._calls += 1
+            try:
+                if _cuda.is_current(self._ordinal):
+                    execute()
+                else:
+                    with self._on_device():
+                        execute()
+            except Exception as error:
+                self._fail(operation, error)
+                raise
+            _increment_version(outputs)
+            self._bytes_sent += sent_bytes
+        finally:
+            self._busy.release()
 
     def _agreed(self, operation: str, prepare: Callable[..., AnyCall], arguments: tuple[object, ...]) -> AnyCall:
         return agree(self._group, operation, self._number, self._calls, lambda: prepare(*arguments))
@@ -590,6 +611,12 @@ class UlyssesCommunicator:
             # After a CUDA error a part may have been enqueued; all other errors of ours come before anything is.
             self._broken = f"{operation} over {self.backend} failed: {type(error).__name__}: {error}"
             raise TransportError(self._broken) from error
+
+    def _refuse_second(self, operation: str) -> NoReturn:
+        raise UnsupportedError(
+            f"{operation}: another call of this communicator is running in another thread; a communicator takes "
+            "one call at a time, make one for each thread"
+        )
 
     def _usable(self, operation: str) -> None:
         if self._closed:

@@ -219,8 +219,10 @@ class WindowSession(SignalSession, TransportSession):
         Raises:
             PeerStalledError: as `check`.
         """
-        self.check()
-        return self._stream(), self._session
+        if self._stall is not None or self._record_state.value:
+            self.check()
+        stream = _cuda.raw_stream(self._ordinal)
+        return stream if stream == self._last_stream else self._stream(), self._session
 
     # The end
 

@@ -30,7 +30,8 @@ struct comm_lowp_statistics_args_v1 {
   const Geometry* geometry;  // host memory, here and below
   View q, k, v;
   Partials partials;
-  float* statistics;  // null: the partial results are all that is wanted
+  float* statistics;   // null: the partial results are all that is wanted
+  uint32_t* counters;  // [B * H + 1], 0 between launches
   uint32_t flags;
   uint32_t unused;
 };
@@ -86,7 +87,7 @@ struct comm_lowp_scatter_args_v1 {
   const comm::Session* session;  // host memory
   View q, k, v;
   Partials partials;
-  float* statistics;  // of this rank
+  uint32_t* counters;  // [B * H + 3], 0 between launches: of `statistics`, and two of `pack`
   uint16_t* k_mean;
   float* q_amax;
   float* k_amax;
@@ -102,9 +103,7 @@ struct comm_lowp_scatter_args_v1 {
   uint32_t window;
   uint32_t gather_operation;
   uint32_t close_operation;
-  uint32_t gather_blocks;
   uint32_t flags;
-  uint32_t unused;
 };
 
 namespace {
@@ -180,16 +179,17 @@ int check_views(const View& q, const View& k, const View& v) {
   return check_view("v", v);
 }
 
-int run_statistics(const Geometry& g, const View& q, const View& k, const View& v,
-                   const Partials& partials, float* statistics, cudaStream_t stream,
-                   uint32_t flags) {
-  comm_lowp::StatisticsParams params = {g, q, k, v, partials, 0, 0, 0, 0};
+// `params` but for the numbers of blocks, which follow from what is there.
+int run_statistics(comm_lowp::StatisticsParams* params, cudaStream_t stream, uint32_t flags) {
+  const Geometry& g = params->geometry;
   const uint32_t num_chunks = comm_lowp::chunks(g);
   const uint32_t q_rows = comm_lowp::slots(g.local_sequence, g.q_group_log2) << g.q_group_log2;
-  if (q.data != nullptr) params.q_tiles = comm_lowp::ceil_div(q_rows, comm_lowp::kChunkRows);
-  if (k.data != nullptr) params.k_chunks = num_chunks;
-  if (v.data != nullptr) params.v_chunks = num_chunks;
-  const uint32_t blocks = (params.q_tiles + params.k_chunks + params.v_chunks) * g.heads * g.batch;
+  if (params->q.data != nullptr)
+    params->q_tiles = comm_lowp::ceil_div(q_rows, comm_lowp::kChunkRows);
+  if (params->k.data != nullptr) params->k_chunks = num_chunks;
+  if (params->v.data != nullptr) params->v_chunks = num_chunks;
+  const uint32_t blocks =
+      (params->q_tiles + params->k_chunks + params->v_chunks) * g.heads * g.batch;
   void (*kernel)(comm_lowp::StatisticsParams);
   if (g.head_dim == 64) {
     kernel = g.bfloat16 ? comm_lowp::statistics_kernel<Bfloat16, 64>
@@ -198,19 +198,12 @@ int run_statistics(const Geometry& g, const View& q, const View& k, const View& 
     kernel = g.bfloat16 ? comm_lowp::statistics_kernel<Bfloat16, 128>
                         : comm_lowp::statistics_kernel<Float16, 128>;
   }
-  COMM_TRY(launch("statistics_kernel", kernel, dim3(blocks), g.head_dim, stream, first_of(flags),
-                  params));
-  if (statistics == nullptr) return COMM_OK;
-  comm_lowp::ReduceParams reduce = {g, partials, statistics};
-  return launch("reduce_kernel",
-                g.bfloat16 ? comm_lowp::reduce_kernel<Bfloat16> : comm_lowp::reduce_kernel<Float16>,
-                dim3(g.batch * g.heads), comm_lowp::kReduceThreads, stream, flags, reduce);
+  return launch("statistics_kernel", kernel, dim3(blocks), g.head_dim, stream, flags, *params);
 }
 
 int run_finalize(const comm_lowp::FinalizeParams& params, cudaStream_t stream, uint32_t flags) {
   const Geometry& g = params.geometry;
-  const uint32_t num_slots = comm_lowp::slots(g.local_sequence, g.k_group_log2);
-  const dim3 grid(comm_lowp::ceil_div(num_slots, comm_lowp::kFinalizeGroups), g.batch * g.heads);
+  const dim3 grid(comm_lowp::finalize_parts(g), g.batch * g.heads);
   COMM_REQUIRE(grid.y < 65536, "batch * heads must be below 65,536, is %u", grid.y);
   return launch(
       "finalize_kernel",
@@ -233,7 +226,8 @@ int run_pack(comm_lowp::PackParams* params, cudaStream_t stream, uint32_t flags)
     kernel =
         g.bfloat16 ? comm_lowp::pack_kernel<Bfloat16, 128> : comm_lowp::pack_kernel<Float16, 128>;
   }
-  return launch("pack_kernel", kernel, dim3(params->data_blocks + scale_blocks),
+  return launch("pack_kernel", kernel,
+                dim3(params->finalize_blocks + params->data_blocks + scale_blocks),
                 comm_lowp::kPackThreads, stream, flags, *params);
 }
 
@@ -256,8 +250,18 @@ COMM_EXPORT int comm_lowp_statistics_v1(const comm_lowp_statistics_args_v1* args
   COMM_CHECK_ARGS(args, comm_lowp_statistics_args_v1);
   COMM_TRY(check_geometry(*args->geometry));
   COMM_TRY(check_views(args->q, args->k, args->v));
-  return run_statistics(*args->geometry, args->q, args->k, args->v, args->partials,
-                        args->statistics, args->stream, args->flags);
+  COMM_REQUIRE(args->statistics == nullptr || args->counters != nullptr,
+               "statistics: there are no counters for those of a whole rank");
+  comm_lowp::StatisticsParams params = {};
+  params.geometry = *args->geometry;
+  params.q = args->q;
+  params.k = args->k;
+  params.v = args->v;
+  params.partials = args->partials;
+  params.targets[0] = args->statistics;
+  params.num_targets = args->statistics != nullptr;
+  params.counters = args->counters;
+  return run_statistics(&params, args->stream, first_of(args->flags));
 }
 
 COMM_EXPORT int comm_lowp_finalize_v1(const comm_lowp_finalize_args_v1* args) {
@@ -324,10 +328,6 @@ COMM_EXPORT int comm_lowp_scatter_v1(const comm_lowp_scatter_args_v1* args) {
   COMM_REQUIRE(session.rank == g.rank && session.world_size == g.world_size,
                "scatter: rank %u of %u, but the session is rank %u of %u", g.rank, g.world_size,
                session.rank, session.world_size);
-  COMM_REQUIRE(args->gather_blocks >= 1 && args->gather_blocks <= comm_lowp::kGatherBlocks,
-               "scatter: %u blocks for the statistics; they wait for the other ranks', so that at "
-               "most %u are sure to run at once",
-               args->gather_blocks, comm_lowp::kGatherBlocks);
   COMM_TRY(check_aligned("k_mean", args->k_mean));
   COMM_TRY(check_aligned("out.q", args->out_q));
   COMM_TRY(check_aligned("out.k", args->out_k));
@@ -339,27 +339,27 @@ COMM_EXPORT int comm_lowp_scatter_v1(const comm_lowp_scatter_args_v1* args) {
                "scatter: the statistics at %llu of the window overlap the payload of %llu bytes",
                (unsigned long long)args->statistics_offset,
                (unsigned long long)(g.world_size * payload.chunk_bytes));
-  const uint32_t* abort = &session.signals[session.rank]->abort.value;
-
-  COMM_TRY(run_statistics(g, args->q, args->k, args->v, args->partials, args->statistics, stream,
-                          flags));
-  comm_lowp::GatherParams gather = {session,      args->statistics,
-                                    bytes,        args->statistics_offset,
-                                    args->window, args->gather_operation};
-  COMM_TRY(launch("gather_kernel", comm_lowp::gather_kernel, dim3(args->gather_blocks),
-                  comm_lowp::kGatherThreads, stream, flags, gather));
+  // `statistics` and `pack` wait for other ranks at their end. What follows them is not launched
+  // early: where ranks share a GPU, its blocks could hold what the other ranks' kernels need.
+  constexpr uint32_t kAfterWait = 0;
+  const uint32_t rows = g.batch * g.heads;
+  comm_lowp::StatisticsParams statistics = {};
+  statistics.geometry = g;
+  statistics.q = args->q;
+  statistics.k = args->k;
+  statistics.v = args->v;
+  statistics.partials = args->partials;
+  statistics.gather = {session, args->statistics_offset, args->window, args->gather_operation};
+  statistics.num_targets = g.world_size;
+  statistics.counters = args->counters;
+  // In a different order on every rank, this rank last.
+  for (uint32_t step = 0; step < g.world_size; ++step) {
+    uint8_t* window = args->windows[(g.rank + 1 + step) % g.world_size];
+    statistics.targets[step] =
+        reinterpret_cast<float*>(window + args->statistics_offset + g.rank * bytes);
+  }
+  COMM_TRY(run_statistics(&statistics, stream, first_of(flags)));
   uint8_t* own = args->windows[g.rank];
-  comm_lowp::FinalizeParams finalize = {
-      g,
-      reinterpret_cast<const float*>(own + args->statistics_offset),
-      nullptr,
-      args->partials,
-      args->k_mean,
-      args->q_amax,
-      args->k_amax,
-      args->v_scale,
-      args->out_v_scale};
-  COMM_TRY(run_finalize(finalize, stream, flags));
   comm_lowp::PackParams pack = {};
   pack.geometry = g;
   pack.q = args->q;
@@ -369,13 +369,24 @@ COMM_EXPORT int comm_lowp_scatter_v1(const comm_lowp_scatter_args_v1* args) {
   pack.q_amax = args->q_amax;
   pack.k_amax = args->k_amax;
   pack.v_scale = args->v_scale;
-  pack.abort = abort;
+  pack.close = {session, 0, args->window, args->close_operation};
+  pack.finalize = {g,
+                   reinterpret_cast<const float*>(own + args->statistics_offset),
+                   nullptr,
+                   args->partials,
+                   args->k_mean,
+                   args->q_amax,
+                   args->k_amax,
+                   args->v_scale,
+                   args->out_v_scale};
+  pack.blocks_done = args->counters + rows + 1;
+  pack.finalized = args->counters + rows + 2;
+  pack.finalize_parts = comm_lowp::finalize_parts(g);
+  pack.finalize_blocks = pack.finalize_parts * rows;
   pack.parts = comm_lowp::kPartQ | comm_lowp::kPartK | comm_lowp::kPartV | comm_lowp::kPartScales;
   for (uint32_t rank = 0; rank < g.world_size; ++rank)
     pack.destinations[rank] = args->windows[rank] + g.rank * payload.chunk_bytes;
-  COMM_TRY(run_pack(&pack, stream, flags));
-  comm_lowp::CloseParams close = {session, args->window, args->close_operation};
-  COMM_TRY(launch("close_kernel", comm_lowp::close_kernel, dim3(1), 32, stream, flags, close));
+  COMM_TRY(run_pack(&pack, stream, kAfterWait));
   comm_lowp::UnpackParams unpack = {};
   unpack.geometry = g;
   unpack.received = own;
@@ -385,8 +396,8 @@ COMM_EXPORT int comm_lowp_scatter_v1(const comm_lowp_scatter_args_v1* args) {
   unpack.q_scale = args->out_q_scale;
   unpack.k_scale = args->out_k_scale;
   unpack.v_scale = args->out_v_scale;
-  unpack.abort = session.poison ? abort : nullptr;
-  return run_unpack(&unpack, g.used_sequence, stream, flags);
+  unpack.abort = session.poison ? &session.signals[session.rank]->abort.value : nullptr;
+  return run_unpack(&unpack, g.used_sequence, stream, kAfterWait);
 }
 
 COMM_MODULE_BEGIN
@@ -401,8 +412,6 @@ COMM_KERNEL(comm_lowp::statistics_kernel<Bfloat16, 64>)
 COMM_KERNEL(comm_lowp::statistics_kernel<Bfloat16, 128>)
 COMM_KERNEL(comm_lowp::statistics_kernel<Float16, 64>)
 COMM_KERNEL(comm_lowp::statistics_kernel<Float16, 128>)
-COMM_KERNEL(comm_lowp::reduce_kernel<Bfloat16>)
-COMM_KERNEL(comm_lowp::reduce_kernel<Float16>)
 COMM_KERNEL(comm_lowp::finalize_kernel<Bfloat16>)
 COMM_KERNEL(comm_lowp::finalize_kernel<Float16>)
 COMM_KERNEL(comm_lowp::pack_kernel<Bfloat16, 64>)
@@ -411,6 +420,4 @@ COMM_KERNEL(comm_lowp::pack_kernel<Float16, 64>)
 COMM_KERNEL(comm_lowp::pack_kernel<Float16, 128>)
 COMM_KERNEL(comm_lowp::unpack_kernel<64>)
 COMM_KERNEL(comm_lowp::unpack_kernel<128>)
-COMM_KERNEL(comm_lowp::gather_kernel)
-COMM_KERNEL(comm_lowp::close_kernel)
 COMM_MODULE_END(comm_lowp_sage2)

@@ -1,26 +1,33 @@
 // scatter_qkv over windows: the statistics and the payload go straight into the memory of the
 // peers.
 //
-//   statistics ► reduce ► gather ► finalize ► pack ► close ► unpack
+//   statistics ► pack ► unpack
 //
-// Two operations of the session, an all-gather of the statistics and the exchange of the payload.
-// All signals are in `gather` and `close`; `pack` is the kernel of every other route, with the
-// peers' windows as destinations.
+// Two operations of the session: `gather`, of the statistics, which the last block of `statistics`
+// does, and `close`, the end of the exchange of the payload, which the last block of `pack` does.
+// No other block of a call waits for another rank. The first blocks of `pack` finalize the
+// statistics, and its others wait for them: that is a wait within one launch, for blocks that have
+// started before and wait for nothing.
+//
+// A launch costs the host several microseconds, so what is small has no kernel of its own.
 //
 // Invariants, beyond those of comm_core/barrier.cuh:
 //
 // 1. A window holds the payloads of all sources, and behind them the statistics of all ranks.
-// 2. A rank announces `gather` after its previous `unpack` (stream order), so the announcement
-//    permits to write the statistics and the payload. Whoever has left `gather` has seen every
-//    announcement, and stores its payload without another handshake.
-// 3. The statistics of a call are read by `finalize`, which ends before the rank announces the next
-//    call's `gather`.
-// 4. `close` starts when all stores of `pack` are done (stream order); its release makes them
-//    visible to the peer that acquires it.
-// 5. An aborted session stores nothing: `pack` looks at the abort word in every block.
+// 2. A rank stores its statistics into the peers' windows without asking. What it may overwrite
+//    there was read by the blocks of a peer that finalize, which were through before that peer's
+//    `close`; and whoever stores the statistics of the next call has left that `close`.
+// 3. A rank takes part in `gather` after its previous `unpack` (stream order), so its mark there
+//    permits to store the payload. Whoever has left `gather` has seen every mark, and stores its
+//    payload without another handshake.
+// 4. A mark is released after the last block has found that all blocks are through (`last_block`),
+//    and so after all their stores; it makes them visible to the peer that acquires it.
+// 5. An aborted session stores nothing: every block looks at the abort word before it stores into a
+//    peer's memory. It is counted all the same, so that the operation is settled.
+// 6. What follows a kernel that may wait for other ranks is not launched early (csrc/sage2.cu): its
+//    blocks would hold what is left of a GPU that the other ranks' kernels may need to come at all.
 //
-// The blocks of `gather` wait for other ranks' blocks. There are so few that 16 ranks that share a
-// GPU fit it together.
+// One block of a rank waits at a time, so ranks that share a GPU fit it, however many they are.
 #pragma once
 
 #include <comm_core/exchange.cuh>
@@ -29,88 +36,42 @@
 
 namespace comm_lowp {
 
-constexpr uint32_t kGatherThreads = comm::kExchangeThreads;
-constexpr uint32_t kGatherBlocks = 16;
-
-struct GatherParams {
-  comm::Session session;
-  const float* statistics;  // of this rank
-  uint64_t bytes;           // of it
-  uint64_t offset;          // of the statistics of all ranks in the window
+// One operation of the session, as the last block of a kernel does it.
+struct Handshake {
+  comm::Session session;  // its world_size is 0 in a kernel of another route
+  uint64_t offset;        // announced: where in the window the data of the operation lies
   uint32_t window;
   uint32_t operation;
 };
 
-struct CloseParams {
-  comm::Session session;
-  uint32_t window;
-  uint32_t operation;
-};
+COMM_HD bool present(const Handshake& handshake) { return handshake.session.world_size != 0; }
+
+COMM_HD bool aborted(const Handshake& handshake) {
+  const comm::Session& session = handshake.session;
+  return comm::load_relaxed(&session.signals[session.rank]->abort.value) != 0;
+}
 
 #if defined(__CUDACC__)
 
-__global__ void __launch_bounds__(kGatherThreads, 3)
-    gather_kernel(const __grid_constant__ GatherParams p) {
-  follow<false>();
-  const comm::Session& session = p.session;
-  const comm::Call call = comm::start(session, p.operation);
-  __shared__ char* targets[comm::kMaxRanks];
-  // Also keeps the lanes of the first warp together for the announcement.
-  bool running = __syncthreads_and(!comm::aborted(call)) != 0;
-  if (running && blockIdx.x == 0 && threadIdx.x < 32)
-    comm::announce_to_all(call, p.window, p.offset);
-  if (threadIdx.x < session.world_size) {
-    const uint32_t peer = threadIdx.x;
-    char* target = nullptr;
-    if (running) {
-      target = peer == session.rank
-                   ? reinterpret_cast<char*>(session.windows[p.window].address[peer] + p.offset)
-                   : comm::open_peer(session, call, peer, session.world_size * p.bytes);
-    }
-    targets[peer] = target;
-  }
-  __syncthreads();
-  bool complete = running;
-  for (uint32_t peer = 0; peer < session.world_size; ++peer)
-    complete = complete && targets[peer] != nullptr;
-  complete = complete && !comm::aborted(call);
-  if (complete) {
-    const uint32_t* from = reinterpret_cast<const uint32_t*>(p.statistics);
-    const uint32_t count = uint32_t(p.bytes / 4);
-    for (uint32_t i = blockIdx.x * blockDim.x + threadIdx.x; i < count;
-         i += gridDim.x * blockDim.x) {
-      const uint32_t value = from[i];
-      for (uint32_t step = 1; step <= session.world_size; ++step) {
-        const uint32_t peer = (session.rank + step) % session.world_size;
-        reinterpret_cast<uint32_t*>(targets[peer] + session.rank * p.bytes)[i] = value;
-      }
-    }
-  }
-  complete = __syncthreads_and(complete) != 0;
-  if (threadIdx.x < session.world_size && threadIdx.x != session.rank) {
-    const uint32_t peer = threadIdx.x;
-    const bool all_there = comm::last_part(&comm::own_block(call)->sent[peer].value, gridDim.x);
-    if (all_there && complete && !comm::aborted(call)) comm::mark_done(call, peer);
-  }
-  __syncwarp();
-  if (blockIdx.x == 0 && threadIdx.x < 32) comm::wait_all_done(call);
-  comm::finish(session, call, nullptr, 0);
-}
-
-// The end of the exchange of the payload. One warp.
-__global__ void __launch_bounds__(32) close_kernel(const __grid_constant__ CloseParams p) {
-  follow<false>();
-  const comm::Session& session = p.session;
-  const comm::Call call = comm::start(session, p.operation);
+// Tell every peer that what this rank sends it in this operation is there, and wait until the peers
+// have said so. All threads of the last block.
+__device__ __forceinline__ void shake_hands(const Handshake& handshake) {
+  if (threadIdx.x >= 32) return;
+  const comm::Session& session = handshake.session;
+  const comm::Call call = comm::start(session, handshake.operation);
   if (!__any_sync(0xffffffffu, comm::aborted(call))) {
-    // Nobody writes by this announcement; but every flag moves on in every operation.
-    comm::announce_to_all(call, p.window, 0);
+    // Nobody waits for this before it stores; but every flag moves on in every operation, and it
+    // says who has come (`culprit`).
+    comm::announce_to_all(call, handshake.window, handshake.offset);
     const uint32_t peer = threadIdx.x;
     if (peer < session.world_size && peer != session.rank) comm::mark_done(call, peer);
     __syncwarp();
     comm::wait_all_done(call);
   }
-  comm::finish(session, call, nullptr, 0);
+  __syncwarp();
+  // One block settles the operation for all; the others have looked at the abort word before they
+  // were counted.
+  if (threadIdx.x == 0) comm::leave(call, 1);
 }
 
 #endif

@@ -24,6 +24,11 @@ struct FinalizeParams {
 constexpr uint32_t kFinalizeThreads = 256;
 constexpr uint32_t kFinalizeGroups = 16;  // groups of K a block
 
+// Blocks for each batch index and head.
+COMM_HD uint32_t finalize_parts(const Geometry& g) {
+  return ceil_div(slots(g.local_sequence, g.k_group_log2), kFinalizeGroups);
+}
+
 #if defined(__CUDACC__)
 
 __device__ __forceinline__ float warp_max(float value) {
@@ -68,15 +73,13 @@ __device__ __forceinline__ float own_amax(const FinalizeParams& p, const float* 
   return amax;
 }
 
-// Blocks: x over groups, y over batch and head.
+// The `part`-th of `finalize_parts` blocks for one batch index and head.
 template <class T>
-__global__ void __launch_bounds__(kFinalizeThreads)
-    finalize_kernel(const __grid_constant__ FinalizeParams p) {
+__device__ __forceinline__ void finalize_block(const FinalizeParams& p, uint32_t row, uint32_t part,
+                                               uint32_t parts) {
   __shared__ float mean[128];
-  follow();
   const Geometry& g = p.geometry;
   const Statistics at = statistics(g);
-  const uint32_t row = blockIdx.y;
   const uint32_t dim = g.head_dim;
   const uint32_t local = g.local_sequence;
   const uint32_t channel = threadIdx.x % dim;
@@ -92,8 +95,8 @@ __global__ void __launch_bounds__(kFinalizeThreads)
       bits = k_mean<T>(total, g.used_sequence);
     }
     mean[channel] = T::widen(bits);
-    if (p.k_mean != nullptr && blockIdx.x == 0) p.k_mean[place] = uint16_t(bits);
-  } else if (threadIdx.x < 2 * dim && blockIdx.x == 0 && p.gathered != nullptr) {
+    if (p.k_mean != nullptr && part == 0) p.k_mean[place] = uint16_t(bits);
+  } else if (threadIdx.x < 2 * dim && part == 0 && p.gathered != nullptr) {
     float amax = 0.0f;
     for (uint32_t rank = 0; rank < g.world_size; ++rank)
       amax = max_of(amax, p.gathered[rank * at.count + at.v_amax + place]);
@@ -112,9 +115,9 @@ __global__ void __launch_bounds__(kFinalizeThreads)
     const uint32_t last = last_group(g.rank, local, g.k_group_log2);
     const uint32_t lane = threadIdx.x % 32;
     constexpr uint32_t kWarps = kFinalizeThreads / 32;
-    const uint32_t end_slot = (blockIdx.x + 1) * kFinalizeGroups;
+    const uint32_t end_slot = (part + 1) * kFinalizeGroups;
 #pragma unroll 1
-    for (uint32_t slot = blockIdx.x * kFinalizeGroups + threadIdx.x / 32;
+    for (uint32_t slot = part * kFinalizeGroups + threadIdx.x / 32;
          slot < end_slot && slot < num_slots; slot += kWarps) {
       const uint32_t group = first + slot;
       float amax = 0.0f;
@@ -132,8 +135,8 @@ __global__ void __launch_bounds__(kFinalizeThreads)
     const uint32_t num_slots = slots(local, g.q_group_log2);
     const uint32_t first = first_group(g.rank, local, g.q_group_log2);
     const uint32_t last = last_group(g.rank, local, g.q_group_log2);
-    for (uint32_t slot = blockIdx.x * blockDim.x + threadIdx.x; slot < num_slots;
-         slot += gridDim.x * blockDim.x) {
+    for (uint32_t slot = part * kFinalizeThreads + threadIdx.x; slot < num_slots;
+         slot += parts * kFinalizeThreads) {
       const uint32_t group = first + slot;
       float amax = 0.0f;
       if (group <= last) {
@@ -149,6 +152,13 @@ __global__ void __launch_bounds__(kFinalizeThreads)
       p.q_amax[uint64_t(row) * num_slots + slot] = amax;
     }
   }
+}
+
+template <class T>
+__global__ void __launch_bounds__(kFinalizeThreads)
+    finalize_kernel(const __grid_constant__ FinalizeParams p) {
+  follow();
+  finalize_block<T>(p, blockIdx.y, blockIdx.x, gridDim.x);
 }
 
 #endif

@@ -56,9 +56,7 @@ COMM_HD void store(void* address, const Vector& v) {
 // starts before the previous one has ended; nothing of that one's may be read or overwritten above
 // this line. `kLead`: the next kernel may start early as well, and waits here in turn.
 //
-// A kernel that waits for other ranks does not lead. The blocks of the next one would take what is
-// left of the GPU and hold it until this one has ended; where ranks share a GPU, that may be what
-// the other ranks' kernels need to come at all.
+// A kernel that somebody else's may follow does not lead: what comes next may wait for other ranks.
 template <bool kLead = true>
 COMM_HD void follow() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
@@ -66,5 +64,17 @@ COMM_HD void follow() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
+
+#if defined(__CUDACC__)
+
+// Whether this is the last of `parts` blocks to count, in all its threads. The last one sees what
+// the others have written before they counted, and the counter is 0 again. It belongs to one kernel
+// at a time.
+__device__ __forceinline__ bool last_block(uint32_t* counter, uint32_t parts) {
+  __syncthreads();
+  return __syncthreads_or(threadIdx.x == 0 && comm::last_part(counter, parts)) != 0;
+}
+
+#endif
 
 }  // namespace comm_lowp

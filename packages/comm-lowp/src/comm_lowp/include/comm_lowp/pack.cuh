@@ -7,8 +7,13 @@
 // block cover whole rows of the span, so that a warp stores up to 512 bytes in a run.
 //
 // Further blocks write the scales, the bytes between the sections and the tail.
+//
+// Over windows the first blocks turn the gathered statistics into what the others quantize with,
+// and the last block to be through ends the exchange (direct.cuh).
 #pragma once
 
+#include <comm_lowp/direct.cuh>
+#include <comm_lowp/finalize.cuh>
 #include <comm_lowp/geometry.cuh>
 #include <comm_lowp/memory.cuh>
 #include <comm_lowp/numerics.cuh>
@@ -38,16 +43,23 @@ struct PackParams {
   const float* k_amax;                     // [B, H, slots]
   const float* v_scale;                    // [B, H, D]
   uint8_t* destinations[comm::kMaxRanks];  // the payload of each destination
-  const uint32_t* abort;                   // nothing is written while it is not 0; or null
+  Handshake close;                         // this and the next four: of an exchange over windows
+  FinalizeParams finalize;                 // writes k_mean and so on
+  uint32_t* blocks_done;                   // 0 between launches: blocks that are through
+  uint32_t* finalized;  // 0 between launches: those of the first ones that are through
+  uint32_t finalize_parts;
+  uint32_t finalize_blocks;  // the first ones
   uint32_t parts;
   uint32_t span_heads;  // heads of a span
   uint32_t spans;       // of a destination
   uint32_t tile_rows;
   uint32_t tiles;
   uint32_t tensors;      // that take part
-  uint32_t data_blocks;  // the blocks from here on write scales
+  uint32_t data_blocks;  // of what comes then; the last ones write scales
   uint32_t unused;
 };
+
+static_assert(kPackThreads == kFinalizeThreads, "blocks of one launch do either");
 
 // Divide the heads of a destination into spans of equal size, and the rows into tiles.
 COMM_HD void plan_pack(PackParams* p) {
@@ -241,22 +253,18 @@ __device__ __forceinline__ void write_scales(const PackParams& p, uint32_t desti
 }
 
 template <class T, uint32_t kDim>
-__global__ void __launch_bounds__(kPackThreads, 3)
-    pack_kernel(const __grid_constant__ PackParams p) {
+__device__ __forceinline__ void pack_block(const PackParams& p, uint32_t number) {
   using Block = PackBlock<T, kDim>;
-  follow();
-  // All threads of a block stop, or none.
-  if (p.abort != nullptr && __syncthreads_or(comm::load_relaxed(p.abort) != 0)) return;
   const Geometry& g = p.geometry;
-  if (blockIdx.x >= p.data_blocks) {
-    const uint32_t block = blockIdx.x - p.data_blocks;
+  if (number >= p.data_blocks) {
+    const uint32_t block = number - p.data_blocks;
     const uint32_t thread = block % kPackScaleBlocks * kPackThreads + threadIdx.x;
     const uint32_t threads = kPackScaleBlocks * kPackThreads;
     if (p.q_amax != nullptr) write_scales(p, block / kPackScaleBlocks, false, thread, threads);
     if (p.k_amax != nullptr) write_scales(p, block / kPackScaleBlocks, true, thread, threads);
     return;
   }
-  uint32_t i = blockIdx.x;
+  uint32_t i = number;
   typename Block::Place at;
   const uint32_t span = i % p.spans;
   i /= p.spans;
@@ -282,6 +290,45 @@ __global__ void __launch_bounds__(kPackThreads, 3)
   } else {
     Block::e4m3_tile(p, at);
   }
+}
+
+// Wait for the blocks that finalize; whether the exchange goes on. All threads of a block.
+//
+// They come first, in the order in which a GPU starts the blocks of a launch, and wait for nothing.
+// If one were missing all the same, this ends at the deadline, as every wait does.
+__device__ __forceinline__ bool finalized(const PackParams& p) {
+  const bool early = threadIdx.x == 0 && comm::load_acquire(p.finalized) != p.finalize_blocks;
+  // All threads of a block store, or none.
+  if (!__syncthreads_or(aborted(p.close) || early)) return true;
+  if (threadIdx.x == 0) {
+    const comm::Session& session = p.close.session;
+    const comm::Call call = comm::start(session, p.close.operation);
+    const comm::Wait wait = comm::wait_flag(p.finalized, p.finalize_blocks,
+                                            &comm::own_block(call)->abort.value, call.deadline_ns);
+    comm::stop(call, wait, session.rank);
+  }
+  return !__syncthreads_or(aborted(p.close));
+}
+
+template <class T, uint32_t kDim>
+__global__ void __launch_bounds__(kPackThreads, 3)
+    pack_kernel(const __grid_constant__ PackParams p) {
+  follow();
+  const bool closes = present(p.close);
+  bool packs = true;
+  if (blockIdx.x < p.finalize_blocks) {
+    finalize_block<T>(p.finalize, blockIdx.x / p.finalize_parts, blockIdx.x % p.finalize_parts,
+                      p.finalize_parts);
+    __syncthreads();
+    if (threadIdx.x == 0) comm::add_acq_rel(p.finalized, 1);
+    packs = false;
+  } else if (closes) {
+    packs = finalized(p);
+  }
+  if (packs) pack_block<T, kDim>(p, blockIdx.x - p.finalize_blocks);
+  if (!closes || !last_block(p.blocks_done, gridDim.x)) return;
+  if (threadIdx.x == 0) comm::store_relaxed(p.finalized, 0);
+  shake_hands(p.close);
 }
 
 #endif

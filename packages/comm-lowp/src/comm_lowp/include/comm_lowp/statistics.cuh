@@ -11,10 +11,13 @@
 //   V: one chunk, the largest magnitude of each channel.
 //
 // What a block leaves is small (K's extremes are the most, 4 % of K), and kept in the 16-bit type,
-// which loses nothing. `reduce_kernel` adds the chunks up, in order, into the vector that ranks
-// gather.
+// which loses nothing. The last block of each batch index and head adds the chunks up, in order,
+// into the vector that ranks gather: most of that is over while other blocks still read. Over
+// windows it stores into those of all ranks, and the last block of all makes the gather an
+// operation of the session.
 #pragma once
 
+#include <comm_lowp/direct.cuh>
 #include <comm_lowp/geometry.cuh>
 #include <comm_lowp/memory.cuh>
 #include <comm_lowp/numerics.cuh>
@@ -32,20 +35,16 @@ struct Partials {
 struct StatisticsParams {
   Geometry geometry;
   View q, k, v;
-  Partials partials;
-  uint32_t q_tiles;   // 0 where there is no Q
-  uint32_t k_chunks;  // 0 where there is no K
-  uint32_t v_chunks;
-  uint32_t unused;
-};
-
-struct ReduceParams {
-  Geometry geometry;
   Partials partials;  // what is null is left out
-  float* statistics;
+  Handshake gather;
+  float* targets[comm::kMaxRanks];  // where the statistics of this rank go
+  uint32_t num_targets;             // 0: the partial results are all that is wanted
+  uint32_t q_tiles;                 // 0 where there is no Q
+  uint32_t k_chunks;                // 0 where there is no K
+  uint32_t v_chunks;
+  uint32_t*
+      counters;  // [B * H + 1], 0 between launches: blocks of a row that are through, and rows
 };
-
-constexpr uint32_t kReduceThreads = 256;
 
 COMM_HD uint64_t extremes_at(const Geometry& g, uint32_t row, uint32_t chunk, uint32_t segment) {
   uint64_t place = (uint64_t(row) * chunks(g) + chunk) * kSegments + segment;
@@ -290,6 +289,69 @@ struct StatisticsBlock {
     const uint64_t row = uint64_t(batch) * g.heads + head;
     p.partials.v_amax[(row * chunks(g) + chunk) * kDim + threadIdx.x] = uint16_t(total);
   }
+
+  // What ranks gather of one batch index and head, once all of its blocks are through.
+  static __device__ __forceinline__ void sum_up(const StatisticsParams& p, uint32_t row) {
+    const Geometry& g = p.geometry;
+    const Partials& from = p.partials;
+    const Statistics at = statistics(g);
+    const uint32_t num_chunks = chunks(g);
+    const uint32_t num_targets = present(p.gather) && aborted(p.gather) ? 0 : p.num_targets;
+    const auto put = [&](uint64_t place, float value) {
+#pragma unroll 1
+      for (uint32_t target = 0; target < num_targets; ++target) p.targets[target][place] = value;
+    };
+    // The additions have one order; their operands come many at a time.
+    constexpr uint32_t kSums = 32;
+    if (from.k_sums != nullptr) {
+      const float* sums = from.k_sums + uint64_t(row) * num_chunks * kDim + threadIdx.x;
+      float total = sums[0];
+      uint32_t chunk = 1;
+      for (; chunk + kSums <= num_chunks; chunk += kSums) {
+        float x[kSums];
+#pragma unroll
+        for (uint32_t n = 0; n < kSums; ++n) x[n] = sums[uint64_t(chunk + n) * kDim];
+#pragma unroll
+        for (uint32_t n = 0; n < kSums; ++n) total = add_rn(total, x[n]);
+      }
+#pragma unroll 4
+      for (; chunk < num_chunks; ++chunk) total = add_rn(total, sums[uint64_t(chunk) * kDim]);
+      put(uint64_t(row) * kDim + threadIdx.x, total);
+    }
+    if (threadIdx.x < 2 && from.q_amax != nullptr) {
+      const uint32_t num_slots = slots(g.local_sequence, g.q_group_log2);
+      const uint32_t last = touched(g.rank, g.local_sequence, g.q_group_log2) - 1;
+      put(at.q_desc + 2 * uint64_t(row) + threadIdx.x,
+          from.q_amax[uint64_t(row) * num_slots + (threadIdx.x == 0 ? 0 : last)]);
+    }
+    // Whole warps, each with half of the threads' work.
+    constexpr uint32_t kHalf = kDim / 2;
+    if (threadIdx.x < kHalf) {
+      if (from.v_amax == nullptr) return;
+      // Two channels a thread.
+      const uint32_t* amaxes =
+          reinterpret_cast<const uint32_t*>(from.v_amax + uint64_t(row) * num_chunks * kDim) +
+          threadIdx.x;
+      uint32_t total = 0;
+#pragma unroll 16
+      for (uint32_t chunk = 0; chunk < num_chunks; ++chunk)
+        total = max_pair<T>(total, amaxes[uint64_t(chunk) * kHalf]);
+      put(at.v_amax + uint64_t(row) * kDim + 2 * threadIdx.x, T::low(total));
+      put(at.v_amax + uint64_t(row) * kDim + 2 * threadIdx.x + 1, T::high(total));
+    } else if (from.k_extremes != nullptr) {
+      for (uint32_t i = threadIdx.x - kHalf; i < 2 * kDim; i += kHalf) {
+        const uint32_t side = i / kDim;
+        const uint32_t group = side == 0 ? first_group(g.rank, g.local_sequence, g.k_group_log2)
+                                         : last_group(g.rank, g.local_sequence, g.k_group_log2);
+        float least, most;
+        group_extremes<T>(g, from.k_extremes, row, group, i % kDim, &least, &most);
+        const uint64_t to = at.k_minmax + (uint64_t(row) * 4 + 2 * side) * kDim + i % kDim;
+        // Of the two zeros the positive one, whichever was met.
+        put(to, add_rn(least, 0.0f));
+        put(to + kDim, add_rn(most, 0.0f));
+      }
+    }
+  }
 };
 
 // Heads are the fastest index of a block: neighbours read whole rows of the tensor together.
@@ -309,63 +371,13 @@ __global__ void __launch_bounds__(kDim, 896 / kDim)
   } else {
     Block::v_chunk(p, batch, head, tile - p.q_tiles - p.k_chunks);
   }
-}
-
-// One block for each batch and head.
-template <class T>
-__global__ void __launch_bounds__(kReduceThreads)
-    reduce_kernel(const __grid_constant__ ReduceParams p) {
-  follow();
-  const Geometry& g = p.geometry;
-  const Partials& from = p.partials;
-  const Statistics at = statistics(g);
-  const uint32_t row = blockIdx.x;
-  const uint32_t dim = g.head_dim;
-  const uint32_t num_chunks = chunks(g);
-  const uint32_t channel = threadIdx.x % dim;
-  constexpr uint32_t kLoads = 32;
-  if (threadIdx.x < dim && from.k_sums != nullptr) {
-    const float* sums = from.k_sums + uint64_t(row) * num_chunks * dim + channel;
-    float total = sums[0];
-    uint32_t chunk = 1;
-    // The additions have one order; their operands come many at a time.
-    for (; chunk + kLoads <= num_chunks; chunk += kLoads) {
-      float x[kLoads];
-#pragma unroll
-      for (uint32_t n = 0; n < kLoads; ++n) x[n] = sums[uint64_t(chunk + n) * dim];
-#pragma unroll
-      for (uint32_t n = 0; n < kLoads; ++n) total = add_rn(total, x[n]);
-    }
-#pragma unroll 4
-    for (; chunk < num_chunks; ++chunk) total = add_rn(total, sums[uint64_t(chunk) * dim]);
-    p.statistics[uint64_t(row) * dim + channel] = total;
-  } else if (threadIdx.x >= dim && threadIdx.x < 2 * dim && from.v_amax != nullptr) {
-    const uint16_t* amaxes = from.v_amax + uint64_t(row) * num_chunks * dim + channel;
-    uint32_t total = 0;
-#pragma unroll 8
-    for (uint32_t chunk = 0; chunk < num_chunks; ++chunk)
-      total = max_pair<T>(total, amaxes[uint64_t(chunk) * dim]);
-    p.statistics[at.v_amax + uint64_t(row) * dim + channel] = T::widen(total);
-  }
-  if (threadIdx.x < 2 && from.q_amax != nullptr) {
-    const uint32_t num_slots = slots(g.local_sequence, g.q_group_log2);
-    const uint32_t last = touched(g.rank, g.local_sequence, g.q_group_log2) - 1;
-    p.statistics[at.q_desc + 2 * uint64_t(row) + threadIdx.x] =
-        from.q_amax[uint64_t(row) * num_slots + (threadIdx.x == 0 ? 0 : last)];
-  }
-  if (from.k_extremes != nullptr) {
-    for (uint32_t i = threadIdx.x; i < 2 * dim; i += blockDim.x) {
-      const uint32_t side = i / dim;
-      const uint32_t group = side == 0 ? first_group(g.rank, g.local_sequence, g.k_group_log2)
-                                       : last_group(g.rank, g.local_sequence, g.k_group_log2);
-      float least, most;
-      group_extremes<T>(g, from.k_extremes, row, group, i % dim, &least, &most);
-      float* to = p.statistics + at.k_minmax + (uint64_t(row) * 4 + 2 * side) * dim + i % dim;
-      // Of the two zeros the positive one, whichever was met.
-      to[0] = add_rn(least, 0.0f);
-      to[dim] = add_rn(most, 0.0f);
-    }
-  }
+  if (p.num_targets == 0) return;
+  const uint32_t row = batch * p.geometry.heads + head;
+  const uint32_t rows = p.geometry.batch * p.geometry.heads;
+  if (!last_block(&p.counters[row], tiles)) return;
+  Block::sum_up(p, row);
+  if (!present(p.gather)) return;
+  if (last_block(&p.counters[rows], rows)) shake_hands(p.gather);
 }
 
 #endif
