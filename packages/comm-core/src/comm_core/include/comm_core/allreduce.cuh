@@ -114,7 +114,7 @@ __global__ __launch_bounds__(kReduceThreads, kReduceBlocks) void reduce_kernel(
         look(m);
         if (m.good()) send_to_all<kVectors>(m, index + stride, threads, ahead, own);
       }
-      sum_slots<T, true, kVectors, 4 / kVectors>(m, index, index, threads, count, sums);
+      sum_all<T, true, kVectors, 4 / kVectors>(m, index, threads, count, sums);
     }
     COMM_UNROLL
     for (uint32_t i = 0; i < kVectors; ++i) {
@@ -202,9 +202,13 @@ __global__ __launch_bounds__(kFusedThreads, kReduceBlocks) void fused_kernel(
       if (kTwoShots) {
         take_sums<1>(m, index, 0, at < e.row_vectors, sums);
       } else {
-        // As many at once as there are registers for.
-        constexpr uint32_t kAtOnce = kQuantized || T::kBytes == 4 ? 2 : 3;
-        sum_slots<T, false, 1, kAtOnce>(m, index, index, 0, at < e.row_vectors, sums);
+        // As many at once as there are registers for, which an encoding needs as well.
+        const bool exists = at < e.row_vectors;
+        if (kQuantized) {
+          sum_slots<T, false, 1, 2>(m, index, index, 0, exists, sums);
+        } else {
+          sum_all<T, false, 1, 2>(m, index, 0, exists, sums);
+        }
       }
       if (step == 0) epilogue.await_fetched();
       epilogue.add_residual(row, step, sums[0]);

@@ -95,10 +95,9 @@ COMM_HD Vector missing_vector(const ReduceParams& p) {
   return {{word, word, word, word}};
 }
 
-// This rank's operand, as the others receive it; zeros beyond its end. `kTail`: that the last
-// vector may not be whole.
-template <class T, bool kTail>
-COMM_HD Vector load_operand(const ReduceParams& p, uint64_t index) {
+// This rank's operand; zeros beyond its end. `kTail`: that the last vector may not be whole.
+template <bool kTail>
+COMM_HD Vector load_words(const ReduceParams& p, uint64_t index) {
   Vector vector;
   if (kTail && p.tail_bytes != 16 && index + 1 == p.vectors) {
     const uint16_t* from = static_cast<const uint16_t*>(p.input) + index * 8;
@@ -115,7 +114,13 @@ COMM_HD Vector load_operand(const ReduceParams& p, uint64_t index) {
     memcpy(&vector, static_cast<const Vector*>(p.input) + index, 16);
 #endif
   }
-  return Elements<T>::encode(vector);
+  return vector;
+}
+
+// The same as the others receive it.
+template <class T, bool kTail>
+COMM_HD Vector load_operand(const ReduceParams& p, uint64_t index) {
+  return Elements<T>::encode(load_words<kTail>(p, index));
 }
 
 COMM_HD void store_output(const ReduceParams& p, uint64_t index, const Vector& value) {
@@ -199,6 +204,30 @@ COMM_HD void await(Member& m, bool for_sums, Complete complete) {
       &own->abort.value, m.call.deadline_ns + (for_sums ? m.p.session.timeout_ns / kSumsShare : 0));
 }
 
+// Wait for the first `count` of `kVectors` vectors, each `step` further than the one before.
+// Returns which of them is missing where this rank does not get all.
+template <uint32_t kVectors>
+COMM_HD uint32_t await_vectors(Member& m, bool for_sums, const Vector* from, uint64_t step,
+                               uint32_t count, Vector (&got)[kVectors]) {
+  uint32_t absent = 0;
+  await(m, for_sums, [&] {
+    COMM_UNROLL
+    for (uint32_t i = 0; i < kVectors; ++i) {
+      if (i < count) got[i] = load_vector(from + i * step);
+    }
+    bool all = true;
+    COMM_UNROLL
+    for (uint32_t i = 0; i < kVectors; ++i) {
+      if (i < count && !lamport_complete(got[i])) {
+        all = false;
+        absent = i;
+      }
+    }
+    return all;
+  });
+  return absent;
+}
+
 // Add up `kVectors` vectors of all ranks, of which the first `count` exist: vector i is `step`
 // vectors further than the one before, in every slot and in this rank's operand, where the first
 // one is `index`.
@@ -207,9 +236,6 @@ COMM_HD void sum_slots(Member& m, uint64_t slot_index, uint64_t index, uint64_t 
                        uint32_t count, Vector (&sums)[kVectors]) {
   using Format = Elements<T>;
   float total[kVectors][Format::kCount] = {};
-  // Loaded again: it is still in the first-level cache, and would take registers until here.
-  Vector own[kVectors] = {};
-  load_operands<T, kTail, kVectors>(m.p, index, step, count, own);
   COMM_NO_UNROLL
   for (uint32_t base = 0; base < m.ranks(); base += kSources) {
     Vector got[kSources][kVectors];
@@ -221,6 +247,7 @@ COMM_HD void sum_slots(Member& m, uint64_t slot_index, uint64_t index, uint64_t 
       from[k] = other ? m.half + m.slot(sender, m.rank()) + slot_index : nullptr;
       COMM_UNROLL
       for (uint32_t i = 0; i < kVectors; ++i) {
+        // Loaded again: it would take registers until here.
         if (sender == m.rank() && i < count)
           got[k][i] = load_operand<T, kTail>(m.p, index + i * step);
       }
@@ -269,27 +296,46 @@ COMM_HD void sum_slots(Member& m, uint64_t slot_index, uint64_t index, uint64_t 
     sums[i] = m.good() ? Format::pack(total[i]) : missing_vector(m.p);
 }
 
+// sum_slots for two ranks: nothing to go through and no order to keep, so there is less to do
+// between the peer's last word and the sum. Either order gives the same bits: neither operand is
+// ever -0.0, and all NaNs become the same one.
+template <class T, bool kTail, uint32_t kVectors>
+COMM_HD void sum_of_two(Member& m, uint64_t index, uint64_t step, uint32_t count,
+                        Vector (&sums)[kVectors]) {
+  const uint32_t peer = 1 - m.rank();
+  Vector* from = m.half + m.slot(peer, m.rank()) + index;
+  // Under way while the peer is waited for, so not encoded before.
+  Vector own[kVectors] = {}, got[kVectors] = {};
+  COMM_UNROLL
+  for (uint32_t i = 0; i < kVectors; ++i) {
+    if (i < count) own[i] = load_words<kTail>(m.p, index + i * step);
+  }
+  await_vectors<kVectors>(m, false, from, step, count, got);
+  if (!m.good()) m.note(peer);
+  COMM_UNROLL
+  for (uint32_t i = 0; i < kVectors; ++i) {
+    sums[i] = m.good() ? add_vectors<T>(Elements<T>::encode(own[i]), got[i]) : missing_vector(m.p);
+    if (m.good() && i < count) lamport_rearm(from + i * step);
+  }
+}
+
+// The sums of one shot, where `index` is that of a slot too.
+template <class T, bool kTail, uint32_t kVectors, uint32_t kSources>
+COMM_HD void sum_all(Member& m, uint64_t index, uint64_t step, uint32_t count,
+                     Vector (&sums)[kVectors]) {
+  if (m.ranks() == 2) {
+    sum_of_two<T, kTail, kVectors>(m, index, step, count, sums);
+  } else {
+    sum_slots<T, kTail, kVectors, kSources>(m, index, index, step, count, sums);
+  }
+}
+
 // The sums of the second shot.
 template <uint32_t kVectors>
 COMM_HD void take_sums(Member& m, uint64_t index, uint64_t step, uint32_t count,
                        Vector (&sums)[kVectors]) {
   Vector* from = m.half + m.sums() + index;
-  uint32_t absent = 0;
-  await(m, true, [&] {
-    COMM_UNROLL
-    for (uint32_t i = 0; i < kVectors; ++i) {
-      if (i < count) sums[i] = load_vector(from + i * step);
-    }
-    bool all = true;
-    COMM_UNROLL
-    for (uint32_t i = 0; i < kVectors; ++i) {
-      if (i < count && !lamport_complete(sums[i])) {
-        all = false;
-        absent = i;
-      }
-    }
-    return all;
-  });
+  const uint32_t absent = await_vectors<kVectors>(m, true, from, step, count, sums);
   if (!m.good()) m.note(m.owner(index + absent * step));
   COMM_UNROLL
   for (uint32_t i = 0; i < kVectors; ++i) {
