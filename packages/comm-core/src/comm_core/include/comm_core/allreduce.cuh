@@ -45,6 +45,8 @@ namespace comm {
 constexpr uint32_t kReduceThreads = 384;
 constexpr uint32_t kFusedThreads = 384;
 constexpr uint32_t kReduceBlocks = 2;
+// Rows of a team that are sent before its threads wait for one.
+constexpr uint32_t kRowsAhead = 1;
 
 #if defined(__CUDACC__)
 
@@ -151,7 +153,7 @@ __global__ __launch_bounds__(kFusedThreads, kReduceBlocks) void fused_kernel(
   follow();
   // The epoch is under way while the operand is loaded.
   Member m = enter(p);
-  RowEpilogue<T, kQuantized> epilogue(e, team, stash, p.steps, p.share);
+  RowEpilogue<T, kQuantized> epilogue(e, team, stash, p.steps, p.parts, p.share);
   const uint32_t span = team.threads;
   // Two vectors at a time: those that most rows have for each thread.
   Vector own[2];
@@ -216,6 +218,90 @@ __global__ __launch_bounds__(kFusedThreads, kReduceBlocks) void fused_kernel(
     epilogue.finish(row);
   }
   epilogue.pad_scales(first, p.teams);
+  leave_call(m);
+}
+
+// fused_kernel in one shot and without an encoding, for rows of which every thread has one vector:
+// from the operand to the norm it stays in registers. What can be done before the peers' data is
+// there, or while the team's parts are on their way, is done then; what is left in between is
+// short.
+template <class T>
+__global__ __launch_bounds__(kFusedThreads, kReduceBlocks) void vector_kernel(
+    const __grid_constant__ ReduceParams p) {
+  __shared__ TeamMemory memory;
+  const Epilogue& e = p.epilogue;
+  uint32_t block, first;
+  place_in_cluster(p.team, &block, &first);
+  Team team = {&memory, p.team, block, block * blockDim.x + threadIdx.x, p.team * blockDim.x};
+  team.prepare();
+  follow();
+  Member m = enter(p);
+  const bool some = team.thread < e.row_vectors;
+  const uint64_t stride = uint64_t(p.teams) * e.row_vectors;
+  uint64_t index = uint64_t(first) * e.row_vectors + team.thread;
+  // Whether there is a vector for this thread: rows end where the operand does.
+  auto exists = [&](uint64_t place) { return some && place < p.vectors; };
+  auto load = [&](uint64_t place) {
+    return exists(place) ? load_words<false>(p, place) : Vector{};
+  };
+  auto load_residual = [&](uint64_t place) {
+    return exists(place) ? load_plain(e.residual_in, place) : Vector{};
+  };
+  auto send = [&](uint64_t place, Vector& value) {
+    value = Elements<T>::encode(value);
+    if (!m.good() || !exists(place)) return;
+    const Vector values[1] = {value};
+    send_to_all<1>(m, place, 0, 1, values);
+  };
+  // Operands of this row, of those that are sent already, and of the one that is sent next. What is
+  // loaded is not touched before it is needed: that would wait for it.
+  Vector own[kRowsAhead + 1];
+  own[0] = load(index);
+  send(index, own[0]);
+  begin(m);
+  COMM_UNROLL
+  for (uint32_t i = 1; i < kRowsAhead; ++i) {
+    own[i] = load(index + i * stride);
+    send(index + i * stride, own[i]);
+  }
+  own[kRowsAhead] = load(index + kRowsAhead * stride);
+  Vector residual = load_residual(index);
+  const Vector gamma = some ? load_plain(e.gamma, team.thread) : Vector{};
+  const uint32_t* abort = &own_block(m.call)->abort.value;
+  uint32_t told = load_relaxed(abort);
+  // Every warp gives a part, also where it has none of the row: so none can fall behind.
+  const uint32_t parts = p.parts;
+  const Team::Places places = team.places();
+  team.meet();
+  COMM_NO_UNROLL
+  for (uint64_t row = first; row < e.rows; row += p.teams, index += stride) {
+    team.expect(parts);
+    if (told != 0 && m.good()) m.wait = Wait::kAborted;
+    send(index + kRowsAhead * stride, own[kRowsAhead]);
+    Vector sums[1];
+    Vector* emptied = nullptr;
+    if (m.ranks() == 2) {
+      emptied = take_other<T>(m, index, some, own[0], &sums[0]);
+    } else {
+      sum_slots<T, false, 1, 2>(m, index, index, 0, some, sums);
+    }
+    const Vector total = add_vectors<T>(sums[0], residual);
+    const float squares = some ? sum_of_squares<T>(total) : 0.0f;
+    team.put(team.thread / 32, Team::combine_lanes(bits_of(squares), Team::AddBits()), places);
+    // While the parts are on their way.
+    if (emptied != nullptr) lamport_rearm(emptied);
+    if (e.residual_out != nullptr && some) store_plain(e.residual_out, index, total);
+    COMM_UNROLL
+    for (uint32_t i = 0; i < kRowsAhead; ++i) own[i] = own[i + 1];
+    own[kRowsAhead] = load(index + (kRowsAhead + 1) * stride);
+    residual = load_residual(index + stride);
+    // Whether the next row may be stored for others.
+    if (row + p.teams < e.rows) told = load_relaxed(abort);
+    const float mean = mul_rn(team.take_sum(parts), p.share);
+    const float inverse = inverse_root(add_rn(mean, e.eps));
+    if (e.norm_out != nullptr && some)
+      store_plain(e.norm_out, index, normalized<T>(total, gamma, e.weight_bias, inverse));
+  }
   leave_call(m);
 }
 

@@ -30,6 +30,7 @@ struct ReduceParams {
   uint32_t team;  // blocks that share a row
   uint32_t teams;
   uint32_t steps;     // vectors of a row for each thread, at most
+  uint32_t parts;     // groups of 32 vectors of a row, those beyond its end included
   float share;        // of an element in the mean of a row
   uint32_t patience;  // nanoseconds between two looks at what has not come
   Epilogue epilogue;
@@ -317,6 +318,23 @@ COMM_HD void sum_of_two(Member& m, uint64_t index, uint64_t step, uint32_t count
     sums[i] = m.good() ? add_vectors<T>(Elements<T>::encode(own[i]), got[i]) : missing_vector(m.p);
     if (m.good() && i < count) lamport_rearm(from + i * step);
   }
+}
+
+// One vector of it, where `some`: `own` is this rank's operand as the others receive it. Returns
+// what the caller empties; null where nothing has come.
+template <class T>
+COMM_HD Vector* take_other(Member& m, uint64_t index, bool some, const Vector& own, Vector* sum) {
+  const uint32_t peer = 1 - m.rank();
+  Vector* from = m.half + m.slot(peer, m.rank()) + index;
+  Vector got[1] = {};
+  if (some) await_vectors<1>(m, false, from, 0, 1, got);
+  if (!m.good()) {
+    m.note(peer);
+    *sum = missing_vector(m.p);
+    return nullptr;
+  }
+  *sum = add_vectors<T>(own, got[0]);
+  return some ? from : nullptr;
 }
 
 // The sums of one shot, where `index` is that of a slot too.
