@@ -80,14 +80,17 @@ def plain_launches(shape: Shape, sms: int) -> Iterator[Launch]:
 def fused_launches(rows: int, row_vectors: int, sms: int) -> Iterator[Launch]:
     """Launches of a sum with residual and norm."""
     seen: set[tuple[int, int, int]] = set()
-    for team, more, share in itertools.product((1, 2, 4, 8), (0, 1, 2), (0.5, 1, 2)):
+    for team, more, share in itertools.product((1, 2, 4, 8), (0, 1, 2), (0.5, 1, 2, 3)):
         steps = -(-row_vectors // (team * launches.FUSED_THREADS)) + more
         threads = -(-row_vectors // (team * steps * 32)) * 32
         blocks = min(rows * team, int(sms * share) // team * team)
         if (team, threads, blocks) in seen or threads < 96 or rows * team > 16 * blocks:
             continue
+        # What a multiprocessor has registers for.
+        if blocks * threads > sms * launches.PER_SM * launches.FUSED_THREADS:
+            continue
         seen.add((team, threads, blocks))
-        for patience in (0, 20) if rows * team > blocks else (0,):
+        for patience in (0, 20, 100) if rows * team > blocks else (0,):
             yield Launch(blocks, threads, 1, team, patience, launches.shared_bytes(row_vectors, team, threads))
 
 

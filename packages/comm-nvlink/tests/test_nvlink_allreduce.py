@@ -119,6 +119,7 @@ def test_norms_with_a_bias_and_any_eps(module: Module) -> None:
 def test_rows_of_several_vectors_a_thread(module: Module, hidden: int) -> None:
     cases = [
         Case(CODE.kARResidualRMSNormOutDynamicFP8Quant, 2, hidden),
+        Case(CODE.kARResidualRMSNorm, 2, hidden, use_oneshot=True),
         Case(CODE.kARResidualRMSNorm, 3, hidden // 2, F32, use_oneshot=False),
     ]
     run(2, module, cases)
@@ -139,7 +140,7 @@ def test_blocks_and_threads_do_not_change_a_bit(module: Module) -> None:
     """The launch of a call may follow from its size: one block, or several with one or two vectors a thread."""
     cases = [
         Case(pattern, 9, 512, BF16, use_oneshot=True)
-        for pattern in (CODE.kAllReduce, CODE.kARResidualRMSNormOutFP8Quant)
+        for pattern in (CODE.kAllReduce, CODE.kARResidualRMSNorm, CODE.kARResidualRMSNormOutFP8Quant)
     ]
     results = [run_threads(2, calls, module, cases, Settings(blocks), timeout_s=60) for blocks in (1, 2, 10, 128)]
     same_on_all([each for result in results for each in result])

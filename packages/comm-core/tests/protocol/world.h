@@ -186,7 +186,7 @@ struct Reduction {
       if (p.two_shots) {
         comm::take_sums<1>(m, index, 0, 1, sums);
       } else {
-        comm::sum_slots<T, true, 1, 4>(m, index, index, 0, 1, sums);
+        comm::sum_all<T, true, 1, 4>(m, index, 0, 1, sums);
       }
       comm::store_output(p, index, sums[0]);
     }

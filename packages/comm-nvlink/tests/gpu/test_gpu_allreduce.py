@@ -123,7 +123,7 @@ def test_layouts_groups_and_odd_sizes(ranks: RankPool, size: int) -> None:
 
 @by_size
 def test_launches_do_not_change_a_bit(ranks: RankPool, size: int) -> None:
-    """A token has the same bits whatever is reduced with it, and by either algorithm."""
+    """A token has the same bits whatever is reduced with it, by either algorithm, and also quantized or not."""
     results = run(ranks, size, batches)
     same(results)
 
@@ -136,12 +136,13 @@ def batches(group: Any) -> list[str]:
         device = workspace.device
         x, residual, gamma = (t.to(device) for t in (operands.parts[group.rank()], operands.residual, operands.gamma))
         first: torch.Tensor | None = None
-        for tokens, one in itertools.product((1, 2, 9, 40, 140, 300), (True, False)):
+        patterns = (CODE.kARResidualRMSNorm, case.pattern)
+        for pattern, tokens, one in itertools.product(patterns, (1, 2, 9, 40, 140, 300), (True, False)):
             norm = torch.empty(tokens, 7168, dtype=BF16, device=device)
             allreduce_fusion(
                 x[:tokens],
                 workspace,
-                case.pattern,
+                pattern,
                 residual_in=residual[:tokens],
                 rms_gamma=gamma,
                 norm_out=norm,
@@ -150,7 +151,7 @@ def batches(group: Any) -> list[str]:
             )
             torch.cuda.synchronize()
             first = norm[0].clone() if first is None else first
-            assert torch.equal(norm[0].view(torch.int16), first.view(torch.int16)), (tokens, one)
+            assert torch.equal(norm[0].view(torch.int16), first.view(torch.int16)), (pattern, tokens, one)
             digests.append(hashlib.sha256(raw(norm).numpy().tobytes()).hexdigest())
     return digests
 

@@ -36,8 +36,6 @@ def reduce_module(package: str) -> ModuleSpec:
             "comm_core_session_v1": f"II2I{MAX_RANKS}Q3Q0Q",
         },
         entry_points={f"{package}_allreduce_v1": f"{package}_allreduce_args_v1"},
-        # Kernels of several types in one file: for both cores of a small machine.
-        flags=("--split-compile=2",),
     )
 
 

@@ -34,10 +34,8 @@
 
 #include <stdint.h>
 
+#include <comm_core/allreduce_steps.cuh>
 #include <comm_core/epilogue.cuh>
-#include <comm_core/exchange.cuh>
-#include <comm_core/formats.cuh>
-#include <comm_core/lamport.cuh>
 #include <comm_core/team.cuh>
 
 namespace comm {
@@ -47,368 +45,8 @@ namespace comm {
 constexpr uint32_t kReduceThreads = 384;
 constexpr uint32_t kFusedThreads = 384;
 constexpr uint32_t kReduceBlocks = 2;
-
-struct ReduceParams {
-  Session session;
-  Vector* buffers[kMaxRanks];  // every rank's, as this rank maps it: two halves
-  const void* input;
-  void* output;           // without an epilogue
-  uint64_t vectors;       // of the operand, the last one perhaps not whole
-  uint64_t half_vectors;  // of the buffer
-  uint64_t slot_vectors;  // of a slot: the operand in one shot, the part of an owner in two
-  uint64_t no_epoch;      // larger than any, see `begin`
-  uint32_t tail_bytes;    // of the last vector
-  uint32_t two_shots;
-  uint32_t operation;
-  uint32_t lead;  // whether the next kernel may start before this one has ended
-  uint32_t team;  // blocks that share a row
-  uint32_t teams;
-  uint32_t steps;     // vectors of a row for each thread, at most
-  float share;        // of an element in the mean of a row
-  uint32_t patience;  // nanoseconds between two looks at what has not come
-  Epilogue epilogue;
-};
-
-// The part of a timeout that waits for sums have on top of it.
-constexpr uint64_t kSumsShare = 4;
-
-// One thread's view of a call.
-struct Member {
-  const ReduceParams& p;
-  Call call;
-  Vector* half;      // of this rank's own buffer
-  uint64_t half_at;  // where it begins, in everybody's
-  Wait wait = Wait::kReached;
-  bool noted = false;  // that the next field says for whom this thread has waited in vain
-  uint32_t missing = 0;
-
-  COMM_HD bool good() const { return wait == Wait::kReached; }
-  COMM_HD uint32_t ranks() const { return p.session.world_size; }
-  COMM_HD uint32_t rank() const { return p.session.rank; }
-
-  // Slot of `sender` in the buffer of `receiver`. A rank has none in its own.
-  COMM_HD uint64_t slot(uint32_t sender, uint32_t receiver) const {
-    return (sender < receiver ? sender : sender - 1) * p.slot_vectors;
-  }
-  // Where sums are put in every rank's buffer in the second shot.
-  COMM_HD uint64_t sums() const { return (ranks() - 1) * p.slot_vectors; }
-  COMM_HD Vector* at(uint32_t peer) const { return p.buffers[peer] + half_at; }
-
-  // Who owns a vector in two shots.
-  COMM_HD uint32_t owner(uint64_t index) const {
-    uint32_t rank = 0;
-    for (; index >= p.slot_vectors; index -= p.slot_vectors) ++rank;
-    return rank;
-  }
-  // Somebody did not come; the first time counts.
-  COMM_HD void note(uint32_t rank) {
-    if (!noted) missing = rank;
-    noted = true;
-  }
-};
-
-COMM_HD Member enter(const ReduceParams& p) {
-  const Session& session = p.session;
-  const SignalBlock* own = session.signals[session.rank];
-  // The clock is read when it is needed, after the stores.
-  Call call = {session.signals, session.record, 0, session.rank, session.world_size,
-               p.operation,     next_epoch(own)};
-  const uint64_t half_at = (call.epoch & 1) * p.half_vectors;
-  Member member = {p, call, p.buffers[session.rank] + half_at, half_at};
-  if (load_relaxed(&own->abort.value) != 0) member.wait = Wait::kAborted;
-  return member;
-}
-
-COMM_HD Vector empty_vector() {
-  return {{kLamportEmpty, kLamportEmpty, kLamportEmpty, kLamportEmpty}};
-}
-
-// What takes the place of what did not arrive.
-COMM_HD Vector missing_vector(const ReduceParams& p) {
-  const uint32_t word = p.session.poison ? 0xffffffffu : 0;
-  return {{word, word, word, word}};
-}
-
-// This rank's operand, as the others receive it; zeros beyond its end. `kTail`: that the last
-// vector may not be whole.
-template <class T, bool kTail>
-COMM_HD Vector load_operand(const ReduceParams& p, uint64_t index) {
-  Vector vector;
-  if (kTail && p.tail_bytes != 16 && index + 1 == p.vectors) {
-    const uint16_t* from = static_cast<const uint16_t*>(p.input) + index * 8;
-    for (uint32_t i = 0; i < 4; ++i) vector.word[i] = 0;
-    COMM_UNROLL
-    for (uint32_t i = 0; i < 8; ++i) {
-      if (2 * i < p.tail_bytes) vector.word[i / 2] |= uint32_t(from[i]) << (16 * (i % 2));
-    }
-  } else {
-#if defined(__CUDA_ARCH__)
-    const uint4 value = static_cast<const uint4*>(p.input)[index];
-    vector = {{value.x, value.y, value.z, value.w}};
-#else
-    memcpy(&vector, static_cast<const Vector*>(p.input) + index, 16);
-#endif
-  }
-  return Elements<T>::encode(vector);
-}
-
-COMM_HD void store_output(const ReduceParams& p, uint64_t index, const Vector& value) {
-  if (p.tail_bytes != 16 && index + 1 == p.vectors) {
-    uint16_t* to = static_cast<uint16_t*>(p.output) + index * 8;
-    COMM_UNROLL
-    for (uint32_t i = 0; i < 8; ++i) {
-      if (2 * i < p.tail_bytes) to[i] = uint16_t(value.word[i / 2] >> (16 * (i % 2)));
-    }
-    return;
-  }
-#if defined(__CUDA_ARCH__)
-  static_cast<uint4*>(p.output)[index] =
-      make_uint4(value.word[0], value.word[1], value.word[2], value.word[3]);
-#else
-  memcpy(static_cast<Vector*>(p.output) + index, &value, 16);
-#endif
-}
-
-// Store `count` vectors, each `step` further than the one before, into this rank's slot in every
-// other rank's buffer.
-template <uint32_t kVectors>
-COMM_HD void send_to_all(const Member& m, uint64_t index, uint64_t step, uint32_t count,
-                         const Vector (&values)[kVectors]) {
-  uint32_t peer = m.rank();
-  COMM_NO_UNROLL
-  for (uint32_t other = 1; other < m.ranks(); ++other) {
-    if (++peer == m.ranks()) peer = 0;
-    Vector* to = m.at(peer) + m.slot(m.rank(), peer) + index;
-    COMM_UNROLL
-    for (uint32_t i = 0; i < kVectors; ++i) {
-      if (i < count) lamport_publish(to + i * step, values[i]);
-    }
-  }
-}
-
-// How many of `kVectors` places, each `step` further than the one before, are below `end`.
-template <uint32_t kVectors>
-COMM_HD uint32_t places_below(uint64_t index, uint64_t step, uint64_t end) {
-  uint32_t count = 0;
-  COMM_UNROLL
-  for (uint32_t i = 0; i < kVectors; ++i) count += index + i * step < end;
-  return count;
-}
-
-// Look whether somebody has given up, before more is stored for others.
-COMM_HD void look(Member& m) {
-  if (m.good() && aborted(m.call)) m.wait = Wait::kAborted;
-}
-
-// Load them.
-template <class T, bool kTail, uint32_t kVectors>
-COMM_HD void load_operands(const ReduceParams& p, uint64_t index, uint64_t step, uint32_t count,
-                           Vector (&values)[kVectors]) {
-  COMM_UNROLL
-  for (uint32_t i = 0; i < kVectors; ++i) {
-    if (i < count) values[i] = load_operand<T, kTail>(p, index + i * step);
-  }
-}
-
-// Wait until `complete()` says that everything is there, or give up. It notes in `m.missing` whom
-// it lacks. The deadline is one moment for all waits of a call, counted from its first one.
-//
-// A wait for a sum has longer: what it waits for is kept waiting by a rank that has not come, and
-// the wait for that rank's operand is to say so first.
-template <class Complete>
-COMM_HD void await(Member& m, bool for_sums, Complete complete) {
-  if (!m.good()) return;
-#if defined(__CUDA_ARCH__)
-  const uint32_t patience = m.p.patience;
-#endif
-  const SignalBlock* own = own_block(m.call);
-  m.wait = wait_until(
-      [&] {
-        if (complete()) return true;
-#if defined(__CUDA_ARCH__)
-        if (patience != 0) __nanosleep(patience);
-#endif
-        return false;
-      },
-      &own->abort.value, m.call.deadline_ns + (for_sums ? m.p.session.timeout_ns / kSumsShare : 0));
-}
-
-// Add up `kVectors` vectors of all ranks, of which the first `count` exist: vector i is `step`
-// vectors further than the one before, in every slot and in this rank's operand, where the first
-// one is `index`.
-template <class T, bool kTail, uint32_t kVectors, uint32_t kSources>
-COMM_HD void sum_slots(Member& m, uint64_t slot_index, uint64_t index, uint64_t step,
-                       uint32_t count, Vector (&sums)[kVectors]) {
-  using Format = Elements<T>;
-  float total[kVectors][Format::kCount] = {};
-  // Loaded again: it is still in the first-level cache, and would take registers until here.
-  Vector own[kVectors] = {};
-  load_operands<T, kTail, kVectors>(m.p, index, step, count, own);
-  COMM_NO_UNROLL
-  for (uint32_t base = 0; base < m.ranks(); base += kSources) {
-    Vector got[kSources][kVectors];
-    Vector* from[kSources];
-    COMM_UNROLL
-    for (uint32_t k = 0; k < kSources; ++k) {
-      const uint32_t sender = base + k;
-      const bool other = sender < m.ranks() && sender != m.rank();
-      from[k] = other ? m.half + m.slot(sender, m.rank()) + slot_index : nullptr;
-      COMM_UNROLL
-      for (uint32_t i = 0; i < kVectors; ++i) {
-        if (sender == m.rank() && i < count)
-          got[k][i] = load_operand<T, kTail>(m.p, index + i * step);
-      }
-    }
-    uint32_t absent = 0;
-    await(m, false, [&] {
-      COMM_UNROLL
-      for (uint32_t k = 0; k < kSources; ++k) {
-        COMM_UNROLL
-        for (uint32_t i = 0; i < kVectors; ++i) {
-          if (from[k] != nullptr && i < count) got[k][i] = load_vector(from[k] + i * step);
-        }
-      }
-      bool all = true;
-      COMM_UNROLL
-      for (uint32_t k = 0; k < kSources; ++k) {
-        COMM_UNROLL
-        for (uint32_t i = 0; i < kVectors; ++i) {
-          if (from[k] != nullptr && i < count && !lamport_complete(got[k][i])) {
-            all = false;
-            absent = k;
-          }
-        }
-      }
-      return all;
-    });
-    if (!m.good()) {
-      m.note(base + absent);
-      break;
-    }
-    COMM_UNROLL
-    for (uint32_t k = 0; k < kSources; ++k) {
-      if (base + k >= m.ranks()) continue;
-      COMM_UNROLL
-      for (uint32_t i = 0; i < kVectors; ++i) {
-        float values[Format::kCount];
-        Format::unpack(got[k][i], values);
-        COMM_UNROLL
-        for (uint32_t j = 0; j < Format::kCount; ++j) total[i][j] = add_rn(total[i][j], values[j]);
-        if (from[k] != nullptr && i < count) lamport_rearm(from[k] + i * step);
-      }
-    }
-  }
-  COMM_UNROLL
-  for (uint32_t i = 0; i < kVectors; ++i)
-    sums[i] = m.good() ? Format::pack(total[i]) : missing_vector(m.p);
-}
-
-// The sums of the second shot.
-template <uint32_t kVectors>
-COMM_HD void take_sums(Member& m, uint64_t index, uint64_t step, uint32_t count,
-                       Vector (&sums)[kVectors]) {
-  Vector* from = m.half + m.sums() + index;
-  uint32_t absent = 0;
-  await(m, true, [&] {
-    COMM_UNROLL
-    for (uint32_t i = 0; i < kVectors; ++i) {
-      if (i < count) sums[i] = load_vector(from + i * step);
-    }
-    bool all = true;
-    COMM_UNROLL
-    for (uint32_t i = 0; i < kVectors; ++i) {
-      if (i < count && !lamport_complete(sums[i])) {
-        all = false;
-        absent = i;
-      }
-    }
-    return all;
-  });
-  if (!m.good()) m.note(m.owner(index + absent * step));
-  COMM_UNROLL
-  for (uint32_t i = 0; i < kVectors; ++i) {
-    if (!m.good()) {
-      sums[i] = missing_vector(m.p);
-    } else if (i < count) {
-      lamport_rearm(from + i * step);
-    }
-  }
-}
-
-// The first shot of two: contributions to the parts that others own. Thread `thread` of `threads`.
-template <class T, bool kTail>
-COMM_HD void scatter_operand(const Member& m, uint64_t thread, uint64_t threads) {
-  const uint64_t part = m.p.slot_vectors;
-  // Every rank begins with another peer.
-  uint32_t peer = m.rank();
-  COMM_NO_UNROLL
-  for (uint32_t other = 1; other < m.ranks(); ++other) {
-    if (++peer == m.ranks()) peer = 0;
-    const uint64_t first = peer * part;
-    const uint64_t end = first + part < m.p.vectors ? first + part : m.p.vectors;
-    Vector* to = m.at(peer) + m.slot(m.rank(), peer);
-    COMM_NO_UNROLL
-    for (uint64_t index = first + thread; index < end; index += 2 * threads) {
-      const uint32_t count = places_below<2>(index, threads, end);
-      Vector values[2];
-      load_operands<T, kTail, 2>(m.p, index, threads, count, values);
-      COMM_UNROLL
-      for (uint32_t i = 0; i < 2; ++i) {
-        if (i < count) lamport_publish(to + (index - first) + i * threads, values[i]);
-      }
-    }
-  }
-}
-
-// The sums of the part that this rank owns, for everybody.
-template <class T, bool kTail, uint32_t kSources>
-COMM_HD void reduce_own_part(Member& m, uint64_t thread, uint64_t threads) {
-  const uint64_t part = m.p.slot_vectors, first = m.rank() * part;
-  const uint64_t end = first + part < m.p.vectors ? first + part : m.p.vectors;
-  COMM_NO_UNROLL
-  for (uint64_t index = first + thread; index < end; index += threads) {
-    Vector sum[1];
-    // Under way while the operands are waited for.
-    const bool told = aborted(m.call);
-    sum_slots<T, kTail, 1, kSources>(m, index - first, index, 0, 1, sum);
-    if (told) m.wait = Wait::kAborted;
-    if (!m.good()) return;
-    uint32_t peer = m.rank();
-    COMM_NO_UNROLL
-    for (uint32_t number = 0; number < m.ranks(); ++number) {
-      if (++peer == m.ranks()) peer = 0;
-      lamport_publish(m.at(peer) + m.sums() + index, sum[0]);
-    }
-  }
-}
-
-// One more block of `blocks` has read the epoch. One thread of it, after the others have; the last
-// one advances it. Relaxed: nothing is handed on, and a release would wait for the stores to the
-// peers to be acknowledged.
-COMM_HD void count_block(const Member& m, uint32_t blocks) {
-  SignalBlock* own = own_block(m.call);
-#if defined(__CUDA_ARCH__)
-  uint32_t before;
-  asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], 1;"
-               : "=r"(before)
-               : "l"(&own->exits.value)
-               : "memory");
-#else
-  uint32_t before = __atomic_fetch_add(&own->exits.value, 1, __ATOMIC_RELAXED);
-#endif
-  if (before != blocks - 1) return;
-  // Read by this rank's next kernel, which does not look before this one has ended.
-  store_relaxed(&own->exits.value, 0);
-  store_relaxed(&own->epoch.value, m.call.epoch);
-}
-
-// The end of a call in every thread: who has waited in vain tells everybody.
-COMM_HD void leave_call(const Member& m) {
-  if (m.good()) return;
-  const bool late = m.wait == Wait::kTimedOut;
-  // In two shots, what is missing may be waiting for a third rank.
-  stop(m.call, m.wait, late && m.p.two_shots ? culprit(m.call, m.missing) : m.missing);
-}
+// Rows of a team that are sent before its threads wait for one.
+constexpr uint32_t kRowsAhead = 1;
 
 #if defined(__CUDACC__)
 
@@ -449,6 +87,9 @@ __global__ __launch_bounds__(kReduceThreads, kReduceBlocks) void reduce_kernel(
   const uint64_t threads = uint64_t(gridDim.x) * blockDim.x;
   const uint64_t thread = uint64_t(blockIdx.x) * blockDim.x + threadIdx.x;
   const uint64_t stride = kVectors * threads;
+  // Two ranks add up a few vectors a thread faster by `sum_of_two`: 27.5 us, after 28.3, for 8 MiB on
+  // two H200. Many are bound by the link, and then slower: 106, after 102, for 32 MiB.
+  const bool many = p.vectors > 8 * stride;
   Vector own[kVectors];
   uint64_t index = thread;
   uint32_t count = places_below<kVectors>(index, threads, p.vectors);
@@ -478,7 +119,11 @@ __global__ __launch_bounds__(kReduceThreads, kReduceBlocks) void reduce_kernel(
         look(m);
         if (m.good()) send_to_all<kVectors>(m, index + stride, threads, ahead, own);
       }
-      sum_slots<T, true, kVectors, 4 / kVectors>(m, index, index, threads, count, sums);
+      if (many) {
+        sum_slots<T, true, kVectors, 4 / kVectors>(m, index, index, threads, count, sums);
+      } else {
+        sum_all<T, true, kVectors, 4 / kVectors>(m, index, threads, count, sums);
+      }
     }
     COMM_UNROLL
     for (uint32_t i = 0; i < kVectors; ++i) {
@@ -515,7 +160,7 @@ __global__ __launch_bounds__(kFusedThreads, kReduceBlocks) void fused_kernel(
   follow();
   // The epoch is under way while the operand is loaded.
   Member m = enter(p);
-  RowEpilogue<T, kQuantized> epilogue(e, team, stash, p.steps, p.share);
+  RowEpilogue<T, kQuantized> epilogue(e, team, stash, p.steps, p.parts, p.share);
   const uint32_t span = team.threads;
   // Two vectors at a time: those that most rows have for each thread.
   Vector own[2];
@@ -566,9 +211,13 @@ __global__ __launch_bounds__(kFusedThreads, kReduceBlocks) void fused_kernel(
       if (kTwoShots) {
         take_sums<1>(m, index, 0, at < e.row_vectors, sums);
       } else {
-        // As many at once as there are registers for.
-        constexpr uint32_t kAtOnce = kQuantized || T::kBytes == 4 ? 2 : 3;
-        sum_slots<T, false, 1, kAtOnce>(m, index, index, 0, at < e.row_vectors, sums);
+        // As many at once as there are registers for, which an encoding needs as well.
+        const bool exists = at < e.row_vectors;
+        if (kQuantized) {
+          sum_slots<T, false, 1, 2>(m, index, index, 0, exists, sums);
+        } else {
+          sum_all<T, false, 1, 2>(m, index, 0, exists, sums);
+        }
       }
       if (step == 0) epilogue.await_fetched();
       epilogue.add_residual(row, step, sums[0]);
@@ -576,6 +225,90 @@ __global__ __launch_bounds__(kFusedThreads, kReduceBlocks) void fused_kernel(
     epilogue.finish(row);
   }
   epilogue.pad_scales(first, p.teams);
+  leave_call(m);
+}
+
+// fused_kernel in one shot and without an encoding, for rows of which every thread has one vector:
+// from the operand to the norm it stays in registers. What can be done before the peers' data is
+// there, or while the team's parts are on their way, is done then; what is left in between is
+// short.
+template <class T>
+__global__ __launch_bounds__(kFusedThreads, kReduceBlocks) void vector_kernel(
+    const __grid_constant__ ReduceParams p) {
+  __shared__ TeamMemory memory;
+  const Epilogue& e = p.epilogue;
+  uint32_t block, first;
+  place_in_cluster(p.team, &block, &first);
+  Team team = {&memory, p.team, block, block * blockDim.x + threadIdx.x, p.team * blockDim.x};
+  team.prepare();
+  follow();
+  Member m = enter(p);
+  const bool some = team.thread < e.row_vectors;
+  const uint64_t stride = uint64_t(p.teams) * e.row_vectors;
+  uint64_t index = uint64_t(first) * e.row_vectors + team.thread;
+  // Whether there is a vector for this thread: rows end where the operand does.
+  auto exists = [&](uint64_t place) { return some && place < p.vectors; };
+  auto load = [&](uint64_t place) {
+    return exists(place) ? load_words<false>(p, place) : Vector{};
+  };
+  auto load_residual = [&](uint64_t place) {
+    return exists(place) ? load_plain(e.residual_in, place) : Vector{};
+  };
+  auto send = [&](uint64_t place, Vector& value) {
+    value = Elements<T>::encode(value);
+    if (!m.good() || !exists(place)) return;
+    const Vector values[1] = {value};
+    send_to_all<1>(m, place, 0, 1, values);
+  };
+  // Operands of this row, of those that are sent already, and of the one that is sent next. What is
+  // loaded is not touched before it is needed: that would wait for it.
+  Vector own[kRowsAhead + 1];
+  own[0] = load(index);
+  send(index, own[0]);
+  begin(m);
+  COMM_UNROLL
+  for (uint32_t i = 1; i < kRowsAhead; ++i) {
+    own[i] = load(index + i * stride);
+    send(index + i * stride, own[i]);
+  }
+  own[kRowsAhead] = load(index + kRowsAhead * stride);
+  Vector residual = load_residual(index);
+  const Vector gamma = some ? load_plain(e.gamma, team.thread) : Vector{};
+  const uint32_t* abort = &own_block(m.call)->abort.value;
+  uint32_t told = load_relaxed(abort);
+  // Every warp gives a part, also where it has none of the row: so none can fall behind.
+  const uint32_t parts = p.parts;
+  const Team::Places places = team.places();
+  team.meet();
+  COMM_NO_UNROLL
+  for (uint64_t row = first; row < e.rows; row += p.teams, index += stride) {
+    team.expect(parts);
+    if (told != 0 && m.good()) m.wait = Wait::kAborted;
+    send(index + kRowsAhead * stride, own[kRowsAhead]);
+    Vector sums[1];
+    Vector* emptied = nullptr;
+    if (m.ranks() == 2) {
+      emptied = take_other<T>(m, index, some, own[0], &sums[0]);
+    } else {
+      sum_slots<T, false, 1, 2>(m, index, index, 0, some, sums);
+    }
+    const Vector total = add_vectors<T>(sums[0], residual);
+    const float squares = some ? sum_of_squares<T>(total) : 0.0f;
+    team.put(team.thread / 32, Team::combine_lanes(bits_of(squares), Team::AddBits()), places);
+    // While the parts are on their way.
+    if (emptied != nullptr) lamport_rearm(emptied);
+    if (e.residual_out != nullptr && some) store_plain(e.residual_out, index, total);
+    COMM_UNROLL
+    for (uint32_t i = 0; i < kRowsAhead; ++i) own[i] = own[i + 1];
+    own[kRowsAhead] = load(index + (kRowsAhead + 1) * stride);
+    residual = load_residual(index + stride);
+    // Whether the next row may be stored for others.
+    if (row + p.teams < e.rows) told = load_relaxed(abort);
+    const float mean = mul_rn(team.take_sum(parts), p.share);
+    const float inverse = inverse_root(add_rn(mean, e.eps));
+    if (e.norm_out != nullptr && some)
+      store_plain(e.norm_out, index, normalized<T>(total, gamma, e.weight_bias, inverse));
+  }
   leave_call(m);
 }
 

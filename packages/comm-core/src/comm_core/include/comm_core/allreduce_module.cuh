@@ -45,21 +45,23 @@ struct ReduceArgs {
 
 typedef void (*ReduceKernel)(ReduceParams);
 
-template <class T>
-ReduceKernel choose_kernel(const ReduceArgs* args) {
-  if (args->fused) {
-    if (Encoding(args->epilogue.encoding) == Encoding::kNone)
-      return args->two_shots ? fused_kernel<T, true, false> : fused_kernel<T, false, false>;
-    return args->two_shots ? fused_kernel<T, true, true> : fused_kernel<T, false, true>;
-  }
-  if (args->two_shots) return reduce_kernel<T, 1, true>;
-  return args->per_thread == 1 ? reduce_kernel<T, 1, false> : reduce_kernel<T, 2, false>;
-}
-
 // Vectors of a row for each thread.
 inline uint32_t steps_of(const ReduceArgs* args) {
   const uint32_t threads = args->team * args->threads;
   return (args->epilogue.row_vectors + threads - 1) / threads;
+}
+
+template <class T>
+ReduceKernel choose_kernel(const ReduceArgs* args) {
+  if (args->fused) {
+    if (Encoding(args->epilogue.encoding) == Encoding::kNone) {
+      if (args->two_shots) return fused_kernel<T, true, false>;
+      return steps_of(args) == 1 ? vector_kernel<T> : fused_kernel<T, false, false>;
+    }
+    return args->two_shots ? fused_kernel<T, true, true> : fused_kernel<T, false, true>;
+  }
+  if (args->two_shots) return reduce_kernel<T, 1, true>;
+  return args->per_thread == 1 ? reduce_kernel<T, 1, false> : reduce_kernel<T, 2, false>;
 }
 
 inline int check_reduce(const ReduceArgs* args) {
@@ -91,11 +93,11 @@ inline int check_reduce(const ReduceArgs* args) {
                    (args->team & (args->team - 1)) == 0 && (args->fused || args->team == 1),
                "%u blocks in teams of %u", args->blocks, args->team);
   if (!args->fused) return COMM_OK;
+  const uint32_t steps = steps_of(args);
   COMM_REQUIRE(args->tail_bytes == 16 && e.rows * e.row_vectors == args->vectors &&
-                   e.row_vectors <= kTeamParts * 32,
+                   steps * args->team * args->threads <= kTeamParts * 32,
                "%llu rows of %u vectors, %llu in all", (unsigned long long)e.rows, e.row_vectors,
                (unsigned long long)args->vectors);
-  const uint32_t steps = steps_of(args);
   uint32_t needed = 2 * steps * args->threads * uint32_t(sizeof(Vector));
   if (Encoding(e.encoding) == Encoding::kGroupFp8) {
     COMM_REQUIRE(e.group_vectors != 0 && e.row_vectors % e.group_vectors == 0,
@@ -134,6 +136,7 @@ inline int launch_reduce(const ReduceArgs* args) {
   params.team = args->team;
   params.teams = args->blocks / args->team;
   params.steps = steps_of(args);
+  params.parts = params.steps * args->team * args->threads / 32;
   params.share = args->fused ? 1.0f / float(args->epilogue.hidden) : 0.0f;
   params.patience = args->patience;
   params.epilogue = args->epilogue;
@@ -183,6 +186,7 @@ inline int launch_reduce(const ReduceArgs* args) {
   COMM_KERNEL(comm::reduce_kernel<type, 1, false>)    \
   COMM_KERNEL(comm::reduce_kernel<type, 2, false>)    \
   COMM_KERNEL(comm::reduce_kernel<type, 1, true>)     \
+  COMM_KERNEL(comm::vector_kernel<type>)              \
   COMM_KERNEL(comm::fused_kernel<type, false, false>) \
   COMM_KERNEL(comm::fused_kernel<type, true, false>)  \
   COMM_KERNEL(comm::fused_kernel<type, false, true>)  \

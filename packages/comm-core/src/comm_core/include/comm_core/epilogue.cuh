@@ -91,6 +91,47 @@ __device__ __forceinline__ void store_plain(void* base, uint64_t index, const Ve
 #endif
 }
 
+__device__ __forceinline__ Vector load_plain(const void* base, uint64_t index) {
+#if defined(__CUDA_ARCH__)
+  const uint4 value = static_cast<const uint4*>(base)[index];
+  return {{value.x, value.y, value.z, value.w}};
+#else
+  Vector value;
+  memcpy(&value, static_cast<const Vector*>(base) + index, 16);
+  return value;
+#endif
+}
+
+// What follows a sum, for one vector.
+
+template <class T>
+__device__ __forceinline__ float sum_of_squares(const Vector& vector) {
+  using Format = Elements<T>;
+  float values[Format::kCount];
+  Format::unpack(vector, values);
+  COMM_UNROLL
+  for (uint32_t j = 0; j < Format::kCount / 2; ++j) {
+    values[j] =
+        add_rn(mul_rn(values[2 * j], values[2 * j]), mul_rn(values[2 * j + 1], values[2 * j + 1]));
+  }
+  return Format::kCount == 8 ? add_rn(add_rn(values[0], values[1]), add_rn(values[2], values[3]))
+                             : add_rn(values[0], values[1]);
+}
+
+template <class T>
+__device__ __forceinline__ Vector normalized(const Vector& total, const Vector& gamma, float bias,
+                                             float inverse) {
+  using Format = Elements<T>;
+  float values[Format::kCount], weights[Format::kCount];
+  Format::unpack(total, values);
+  Format::unpack(gamma, weights);
+  COMM_UNROLL
+  for (uint32_t j = 0; j < Format::kCount; ++j) {
+    values[j] = mul_rn(mul_rn(values[j], inverse), add_rn(bias, weights[j]));
+  }
+  return Format::pack(values);
+}
+
 // One thread's part in what follows the sums of its team's rows. Without `kQuantized` there is no
 // encoding: less code for what is called most.
 template <class T, bool kQuantized>
@@ -102,15 +143,17 @@ struct RowEpilogue {
   Team& team;
   Vector* stash;       // of the block: its part of the row, then of gamma
   uint32_t steps;      // vectors of a row for each thread, at most
+  uint32_t parts;      // groups of 32 vectors, those beyond the row's end included
   float share;         // of an element in the mean
   float global_scale;  // of kFp8 its inverse
 
   __device__ __forceinline__ RowEpilogue(const Epilogue& epilogue, Team& threads, Vector* memory,
-                                         uint32_t row_steps, float row_share)
+                                         uint32_t row_steps, uint32_t row_parts, float row_share)
       : e(epilogue),
         team(threads),
         stash(memory),
         steps(row_steps),
+        parts(row_parts),
         share(row_share),
         global_scale(0.0f) {}
 
@@ -133,8 +176,6 @@ struct RowEpilogue {
   __device__ __forceinline__ uint32_t* largest() const {
     return reinterpret_cast<uint32_t*>(stash + 2 * steps * blockDim.x);
   }
-  // Groups of 32 vectors of a row.
-  __device__ __forceinline__ uint32_t parts() const { return (e.row_vectors + 31) / 32; }
 
   // What does not depend on other ranks, before they are waited for.
   __device__ __forceinline__ void fetch_gamma() const {
@@ -159,30 +200,21 @@ struct RowEpilogue {
     const uint32_t at = place(step);
     float squares = 0.0f;
     if (at < e.row_vectors) {
-      float values[kCount], others[kCount];
-      Format::unpack(sum, values);
-      Format::unpack(kept(step), others);
-      COMM_UNROLL
-      for (uint32_t j = 0; j < kCount; ++j) values[j] = add_rn(values[j], others[j]);
-      const Vector total = Format::pack(values);
+      const Vector total = add_vectors<T>(sum, kept(step));
       if (e.residual_out != nullptr) store_plain(e.residual_out, row * e.row_vectors + at, total);
       kept(step) = total;
-      Format::unpack(total, values);
-      COMM_UNROLL
-      for (uint32_t j = 0; j < kCount / 2; ++j) {
-        values[j] = add_rn(mul_rn(values[2 * j], values[2 * j]),
-                           mul_rn(values[2 * j + 1], values[2 * j + 1]));
-      }
-      squares = kCount == 8 ? add_rn(add_rn(values[0], values[1]), add_rn(values[2], values[3]))
-                            : add_rn(values[0], values[1]);
+      squares = sum_of_squares<T>(total);
     }
+    // Every warp gives its part, also where it has none of the row: so none can fall behind the
+    // others, who would otherwise not wait for it.
     const uint32_t together = Team::combine_lanes(bits_of(squares), Team::AddBits());
-    if (at / 32 < parts()) team.put(at / 32, together);
+    team.put(at / 32, together);
   }
 
   // The second pass; all threads of the team.
   __device__ __forceinline__ void finish(uint64_t row) {
-    const float mean = mul_rn(team.take_sum(parts()), share);
+    team.expect(parts);
+    const float mean = mul_rn(team.take_sum(parts), share);
     const float inverse = inverse_root(add_rn(mean, e.eps));
     const Encoding encoding = kQuantized ? Encoding(e.encoding) : Encoding::kNone;
     const bool late = encoding == Encoding::kDynamicFp8 ||
@@ -208,6 +240,7 @@ struct RowEpilogue {
     if (!kQuantized || !late) return;
     // Also where every group has its own: what the vectors have must be there for others to read.
     team.put(team.thread / 32, Team::combine_lanes(row_largest, Team::MaxBits()));
+    team.expect(team.threads / 32);
     row_largest = team.take_max(team.threads / 32);
     const float row_scale = dynamic_fp8_scale(row_largest);
     if (encoding == Encoding::kDynamicFp8 && team.thread == 0)
@@ -255,14 +288,7 @@ struct RowEpilogue {
       for (uint32_t j = 0; j < kCount; ++j) values[j] = 0.0f;
       return;
     }
-    float weights[kCount];
-    Format::unpack(kept(step), values);
-    Format::unpack(kept_gamma(step), weights);
-    COMM_UNROLL
-    for (uint32_t j = 0; j < kCount; ++j) {
-      values[j] = mul_rn(mul_rn(values[j], inverse), add_rn(e.weight_bias, weights[j]));
-    }
-    const Vector norm = Format::pack(values);
+    const Vector norm = normalized<T>(kept(step), kept_gamma(step), e.weight_bias, inverse);
     if (e.norm_out != nullptr) store_plain(e.norm_out, row * e.row_vectors + place(step), norm);
     if (!kQuantized) return;
     kept(step) = norm;

@@ -204,6 +204,18 @@ struct Elements<Float32> {
   }
 };
 
+// The elements of two vectors added up, each rounded once more where it has 16 bits.
+template <class T>
+COMM_HD Vector add_vectors(const Vector& a, const Vector& b) {
+  using Format = Elements<T>;
+  float values[Format::kCount], others[Format::kCount];
+  Format::unpack(a, values);
+  Format::unpack(b, others);
+  COMM_UNROLL
+  for (uint32_t j = 0; j < Format::kCount; ++j) values[j] = add_rn(values[j], others[j]);
+  return Format::pack(values);
+}
+
 // Magnitudes, as bits of non-negative floats: those compare as whole numbers, and every NaN is
 // larger than the infinity.
 

@@ -55,7 +55,7 @@ __device__ __forceinline__ void await_fetched() {
 }
 
 // What the threads of a block share. Two of each take turns: when the first is used again,
-// everybody has read it, because everybody has told the others something since.
+// everybody has read it, because every warp of the team has given something since.
 struct TeamMemory {
   uint32_t parts[2][kTeamParts];
   uint64_t barriers[2];
@@ -64,6 +64,16 @@ struct TeamMemory {
 #if defined(__CUDA_ARCH__)
 __device__ __forceinline__ uint32_t shared_address(const void* address) {
   return uint32_t(__cvta_generic_to_shared(address));
+}
+
+// The same place in the memory of another block of the cluster. Not computed again where it is
+// used.
+__device__ __forceinline__ uint32_t remote_address(uint32_t address, uint32_t block) {
+  uint32_t remote = 0;
+#if __CUDA_ARCH__ >= 900
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(block));
+#endif
+  return remote;
 }
 #endif
 
@@ -100,38 +110,70 @@ struct Team {
 #endif
   }
 
-  // Give a part to every block of the team. All lanes of a warp, with the same value.
+  // How many parts are given next. All threads, once before each `take`; the sooner, the less is
+  // left to do when the last part comes, and some may have come already.
+  __device__ __forceinline__ void expect(uint32_t count) const {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    if (blocks == 1 || threadIdx.x != 0) return;
+    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(
+                     shared_address(&memory->barriers[turn])),
+                 "r"(count * 4)
+                 : "memory");
+#else
+    (void)count;
+#endif
+  }
+
+  // Where the parts and the barriers of the blocks are, a block for each of the first lanes.
+  struct Places {
+    uint32_t parts, barriers;
+  };
+  __device__ __forceinline__ Places places() const {
+    Places found = {0, 0};
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    if (blocks != 1) {
+      const uint32_t lane = threadIdx.x % 32, other = lane < blocks ? lane : 0;
+      found.parts = remote_address(shared_address(memory->parts), other);
+      found.barriers = remote_address(shared_address(memory->barriers), other);
+    }
+#endif
+    return found;
+  }
+
+  // Give a part to every block of the team. All lanes of a warp, with the same value. Who has
+  // registers to spare has looked up the places before.
   __device__ __forceinline__ void put(uint32_t part, uint32_t value) const {
+    put(part, value, places());
+  }
+  __device__ __forceinline__ void put(uint32_t part, uint32_t value, const Places& places) const {
     const uint32_t lane = threadIdx.x % 32;
-    uint32_t* place = &memory->parts[turn][part];
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     if (blocks != 1) {
       if (lane < blocks) {
         asm volatile(
-            "{\n\t.reg .b32 remote, barrier;\n\t"
-            "mapa.shared::cluster.u32 remote, %0, %3;\n\t"
-            "mapa.shared::cluster.u32 barrier, %1, %3;\n\t"
-            "st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [remote], %2, [barrier];\n\t"
-            "}" ::"r"(shared_address(place)),
-            "r"(shared_address(&memory->barriers[turn])), "r"(value), "r"(lane)
+            "st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(
+                places.parts + (turn * kTeamParts + part) * 4),
+            "r"(value), "r"(places.barriers + turn * 8)
             : "memory");
       }
       return;
     }
 #endif
-    if (lane == 0) *place = value;
+    (void)places;
+    if (lane == 0) memory->parts[turn][part] = value;
   }
 
-  // Combine `count` parts, all of which are given by somebody; every thread gets the result.
+  // Combine `count` parts, which are expected and all of which are given by somebody; every thread
+  // gets the result.
   template <class Combine>
   __device__ __forceinline__ uint32_t take(uint32_t count, Combine combine) {
-    await_parts(count);
+    await_parts();
     const uint32_t* parts = memory->parts[turn];
     turn ^= 1;
     const uint32_t lane = threadIdx.x % 32;
-    uint32_t value = 0;
+    uint32_t value = lane < count ? parts[lane] : 0;
     COMM_NO_UNROLL
-    for (uint32_t part = lane; part < count; part += 32) value = combine(value, parts[part]);
+    for (uint32_t part = lane + 32; part < count; part += 32) value = combine(value, parts[part]);
     return combine_lanes(value, combine);
   }
 
@@ -163,15 +205,10 @@ struct Team {
   };
 
  private:
-  __device__ __forceinline__ void await_parts(uint32_t count) {
+  __device__ __forceinline__ void await_parts() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     if (blocks != 1) {
       const uint32_t barrier = shared_address(&memory->barriers[turn]);
-      if (threadIdx.x == 0) {
-        asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier),
-                     "r"(count * 4)
-                     : "memory");
-      }
       uint32_t done = 0;
       while (done == 0) {
         asm volatile(
@@ -186,7 +223,6 @@ struct Team {
       return;
     }
 #endif
-    (void)count;
     __syncthreads();
   }
 };
