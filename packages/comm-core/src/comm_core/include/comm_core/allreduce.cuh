@@ -87,8 +87,8 @@ __global__ __launch_bounds__(kReduceThreads, kReduceBlocks) void reduce_kernel(
   const uint64_t threads = uint64_t(gridDim.x) * blockDim.x;
   const uint64_t thread = uint64_t(blockIdx.x) * blockDim.x + threadIdx.x;
   const uint64_t stride = kVectors * threads;
-  // Two ranks add up a few vectors a thread faster by `sum_of_two`: 27.5 us, after 28.3, for 8 MiB on
-  // two H200. Many are bound by the link, and then slower: 106, after 102, for 32 MiB.
+  // Two ranks add up a few vectors a thread faster by `sum_of_two`: 27.5 us, after 28.3, for 8 MiB
+  // on two H200. Many are bound by the link, and then slower: 106, after 102, for 32 MiB.
   const bool many = p.vectors > 8 * stride;
   Vector own[kVectors];
   uint64_t index = thread;
