@@ -52,7 +52,7 @@ MAX_SHARED_BYTES = 96 << 10
 """Shared memory of a block, which every architecture has."""
 _SHARED_OF_TWO = 40 << 10
 """The same where two blocks are to fit a multiprocessor."""
-_LARGE_BYTES = 16 << 20
+_LARGE_BYTES = 6 << 20
 """Of an operand whose rows are shared by fewer blocks."""
 _PATIENCE_NS = 100
 """Between two looks, where threads wait for long: looks take bandwidth from what they wait for."""

@@ -87,9 +87,6 @@ __global__ __launch_bounds__(kReduceThreads, kReduceBlocks) void reduce_kernel(
   const uint64_t threads = uint64_t(gridDim.x) * blockDim.x;
   const uint64_t thread = uint64_t(blockIdx.x) * blockDim.x + threadIdx.x;
   const uint64_t stride = kVectors * threads;
-  // Two ranks add up a few vectors a thread faster by `sum_of_two`: 27.5 us, after 28.3, for 8 MiB
-  // on two H200. Many are bound by the link, and then slower: 106, after 102, for 32 MiB.
-  const bool many = p.vectors > 8 * stride;
   Vector own[kVectors];
   uint64_t index = thread;
   uint32_t count = places_below<kVectors>(index, threads, p.vectors);
@@ -119,7 +116,9 @@ __global__ __launch_bounds__(kReduceThreads, kReduceBlocks) void reduce_kernel(
         look(m);
         if (m.good()) send_to_all<kVectors>(m, index + stride, threads, ahead, own);
       }
-      if (many) {
+      // Where a thread has several vectors at a time it has many, and is bound by the link: then
+      // `sum_of_two` is slower (106 us, after 102, for 32 MiB on two H200).
+      if (kVectors > 1) {
         sum_slots<T, true, kVectors, 4 / kVectors>(m, index, index, threads, count, sums);
       } else {
         sum_all<T, true, kVectors, 4 / kVectors>(m, index, threads, count, sums);
