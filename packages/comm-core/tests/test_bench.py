@@ -157,6 +157,26 @@ def test_replays_are_timed_behind_a_delay_that_the_host_fits_into(
     assert len(done) == len(batch) * (3 + late)
 
 
+def test_replays_in_a_row_have_no_delay_and_the_first_one_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: done.append("idle"))
+    monkeypatch.setattr(timing, "meet", lambda group: done.append("met"))
+
+    class Replays(Event):
+        def record(self) -> None:
+            self.at = float(done.count("replay"))
+            done.append("mark")
+
+        def elapsed_time(self, end: Event) -> float:
+            return end.at - self.at
+
+    monkeypatch.setattr(torch.cuda, "Event", Replays)
+    cuda = torch.device("cuda", 0)
+    us = timing.in_a_row(None, cuda, lambda: done.append("aligned"), lambda: done.append("replay"), 20, 3)
+    assert us == 1e3 / 20  # four replays of a millisecond each
+    assert done == ["idle", "met", "aligned", "replay", "mark", *["replay"] * 4, "mark"] * 3
+
+
 def test_a_host_that_never_gets_ahead_of_its_device_gives_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
     class Late(Event):
         def query(self) -> bool:

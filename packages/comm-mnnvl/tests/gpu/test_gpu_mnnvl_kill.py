@@ -11,6 +11,7 @@ from comm_core.testing.kill_case import check_kill
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.installed_plugins,
     pytest.mark.skipif(os.environ.get("GPU_CHECK_KILL") != "1", reason="needs a run of its own without MPS"),
 ]
 
