@@ -12,6 +12,7 @@ import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
@@ -159,6 +160,14 @@ class _Packs:
             pack(0, 1, *fields)
 
         return call
+
+    def bind_parts(self, entry_point: str) -> tuple[Callable[..., bytes], Callable[[bytes], None]]:
+        pack = struct.Struct(self.spec.structs[self.spec.entry_points[entry_point]]).pack
+
+        def run(packed: bytes) -> None:
+            pass
+
+        return partial(pack, 0, 1), run
 
 
 class _Unlaunched(WindowSession):

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import struct
+import tracemalloc
+import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -14,16 +18,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from comm_core import AllReduceFusionPattern, QuantizationSFLayout, _cuda, allreduce_fusion
 from comm_core.allreduce import front
+from comm_core.allreduce import known as known_calls
 from comm_core.allreduce.kernels import WindowAllReduceWorkspace
-from comm_core.allreduce.known import KnownCall
+from comm_core.allreduce.known import KnownCalls, KnownKind
 from comm_core.allreduce.launch import Settings
-from comm_core.allreduce.module import reduce_module
+from comm_core.allreduce.module import PLACES, reduce_module
 from comm_core.allreduce.patterns import PATTERNS, Quantization
 from comm_core.allreduce.session import ReduceSession
 from comm_core.consensus import Transaction
-from comm_core.errors import ClosedError, PeerStalledError, TransportError, UnsupportedError
+from comm_core.errors import CheckpointError, ClosedError, PeerStalledError, TransportError, UnsupportedError
 from comm_core.group import thread_groups
-from comm_core.ulysses.geometries import Geometries
 from comm_core.windows.signals import Stall, StallKind
 
 CODE = AllReduceFusionPattern
@@ -46,15 +50,13 @@ class Launches:
         self.made: list[bytes] = []
         self.error: Exception | None = None
 
-    def bind(self, entry_point: str) -> Callable[..., None]:
-        pack = struct.Struct(SPEC.structs[SPEC.entry_points[entry_point]]).pack
-
-        def call(*fields: int) -> None:
+    def bind_parts(self, entry_point: str) -> tuple[Callable[..., bytes], Callable[[bytes], None]]:
+        def run(packed: bytes) -> None:
             if self.error is not None:
                 raise self.error
-            self.made.append(pack(0, 1, *fields))
+            self.made.append(packed)
 
-        return call
+        return partial(struct.Struct(SPEC.structs[SPEC.entry_points[entry_point]]).pack, 0, 1), run
 
 
 class Untested(ReduceSession):
@@ -152,14 +154,29 @@ def checks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return made
 
 
+@pytest.fixture
+def admitted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """An entry for each time that the storage of a known kind was looked at."""
+    made: list[int] = []
+    real = KnownKind.admit
+
+    def admit(kind: KnownKind, given: Any) -> Any:
+        made.append(1)
+        return real(kind, given)
+
+    monkeypatch.setattr(KnownKind, "admit", admit)
+    return made
+
+
 @pytest.mark.parametrize("pattern", PLAIN, ids=lambda pattern: pattern.name)
 def test_the_second_call_launches_the_same_without_the_checks(
-    workspace: Any, launches: Launches, checks: list[int], pattern: AllReduceFusionPattern
+    workspace: Any, launches: Launches, checks: list[int], admitted: list[int], pattern: AllReduceFusionPattern
 ) -> None:
+    """And the third one without a look at where the tensors lie."""
     for dtype, use_oneshot, as_code in itertools.product((BF16, torch.float16), (None, True, False), (True, False)):
         arguments = {**tensors(pattern, dtype=dtype), "use_oneshot": use_oneshot}
         arguments["pattern"] = pattern if as_code else int(pattern)
-        workspace._known = Geometries[KnownCall]()
+        workspace._known = KnownCalls()
         checks.clear()
         first = outcome(workspace, launches, arguments)
         assert len(checks) == 1 and isinstance(first[0], bytes)
@@ -175,7 +192,11 @@ def test_the_second_call_launches_the_same_without_the_checks(
             checks.clear()
             known = outcome(workspace, launches, {**arguments, **changes})
             assert not checks
-            kept, workspace._known = workspace._known, Geometries[KnownCall]()
+            admitted.clear()
+            assert outcome(workspace, launches, {**arguments, **changes}) == known
+            # Zeros are compared by what they are and not by their value, which is the same with any sign.
+            assert not admitted and not checks
+            kept, workspace._known = workspace._known, KnownCalls()
             assert outcome(workspace, launches, {**arguments, **changes}) == known
             assert len(checks) == 1
             workspace._known = kept
@@ -249,10 +270,32 @@ def others(good: Any) -> dict[str, Any]:
     return made
 
 
+def in_place(good: Any) -> dict[str, Any]:
+    """Return other views of the bytes of `good`, from the first one on."""
+    shape = good.shape
+    made = {
+        "parameter": torch.nn.Parameter(good.detach(), requires_grad=False),
+        "subclass": good.as_subclass(Subclass),
+        "part": good[:-1],
+        "more dimensions": good[None],
+        "strides": good.as_strided(shape, (0,) * len(shape)),
+        "bytes": good.view(torch.int8) if good.stride(-1) == 1 else None,
+        "same size of dtype": good.view([torch.int8, torch.int16, None, torch.int32][good.itemsize - 1]),
+    }
+    if len(shape) == 2 and good.is_contiguous():
+        made |= {"reshaped": good.view(2 * shape[0], shape[1] // 2) if shape[1] > 1 else None, "transposed": good.t()}
+    if good.dtype.is_floating_point and good.itemsize > 1:
+        made["negated"] = torch._neg_view(good)  # pyright: ignore
+        made["with a gradient"] = good.detach().requires_grad_()
+    return made
+
+
 def variations(pattern: AllReduceFusionPattern, good: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """What a later call of the kind may differ in."""
     named = [name for name, value in good.items() if isinstance(value, torch.Tensor)]
     for name in named:
+        for value in in_place(good[name]).values():
+            yield {name: value}
         for value in others(good[name]).values():
             yield {name: value}
     for one, two in itertools.permutations(named, 2):
@@ -291,11 +334,12 @@ def test_a_good_call_before_loosens_nothing(
     without = [name for name, value in good.items() if isinstance(value, torch.Tensor)]
     for changes in variations(pattern, good):
         arguments = {**good, **changes}
-        workspace._known = Geometries[KnownCall]()
+        workspace._known = KnownCalls()
         fresh = outcome(workspace, launches, arguments)
-        workspace._known = Geometries[KnownCall]()
-        assert isinstance(outcome(workspace, launches, good)[0], bytes)
-        assert len(workspace._known) == 1
+        workspace._known = KnownCalls()
+        for _ in range(2):
+            assert isinstance(outcome(workspace, launches, good)[0], bytes)
+        assert len(workspace._known.kinds) == len(workspace._known) == 1
         assert outcome(workspace, launches, arguments) == fresh, changes
         for name in without:
             x = changes.get(name)
@@ -308,9 +352,13 @@ def test_a_good_call_before_loosens_nothing(
     assert not without
 
 
-def test_where_the_workspace_can_do_nothing_a_known_call_says_so(workspace: Any, launches: Launches) -> None:
+@pytest.mark.parametrize("times", [1, 2], ids=["known kind", "known storage"])
+def test_where_the_workspace_can_do_nothing_a_known_call_says_so(
+    workspace: Any, launches: Launches, times: int
+) -> None:
     good = tensors(CODE.kARResidualRMSNorm)
-    allreduce_fusion(workspace=workspace, **good)
+    for _ in range(times):
+        allreduce_fusion(workspace=workspace, **good)
     with workspace._busy, pytest.raises(UnsupportedError, match="another thread"):
         allreduce_fusion(workspace=workspace, **good)
     launches.error = TransportError("the launch failed")
@@ -319,12 +367,27 @@ def test_where_the_workspace_can_do_nothing_a_known_call_says_so(workspace: Any,
             allreduce_fusion(workspace=workspace, **good)
     launches.error, workspace._broken = None, None
     allreduce_fusion(workspace=workspace, **good)
-    made = len(launches.made)
-    workspace._session._stall = Stall(StallKind.GAVE_UP, 1, 1, 0, 0)
+    made, session = len(launches.made), workspace._session
+    session._stall = Stall(StallKind.GAVE_UP, 1, 1, 0, 0)
     with pytest.raises(PeerStalledError):
         allreduce_fusion(workspace=workspace, **good)
-    workspace._session._stall = None
+    session._stall = None
+    session._record[0] = 1  # as a kernel sets it that gives up
+    with pytest.raises(PeerStalledError):
+        allreduce_fusion(workspace=workspace, **good)
+    session._record.zero_()
+    session._stall = None
+    session._closed = True
+    with pytest.raises(ClosedError):
+        allreduce_fusion(workspace=workspace, **good)
+    session._closed, session._usable = False, False
+    session._lifecycle.state = "detached"
+    with pytest.raises(CheckpointError):
+        allreduce_fusion(workspace=workspace, **good)
+    session._lifecycle.state, session._usable = "attached", True
     assert len(launches.made) == made
+    # It was the state that was in the way, and nothing is broken.
+    allreduce_fusion(workspace=workspace, **good)
     workspace.destroy()
     with pytest.raises(ClosedError):
         allreduce_fusion(workspace=workspace, **good)
@@ -335,6 +398,7 @@ def test_other_settings_make_other_launches_and_a_checked_group_is_asked_each_ti
 ) -> None:
     good = tensors(CODE.kARResidualRMSNorm, tokens=16, hidden=1024)
     first = outcome(workspace, launches, good)
+    assert outcome(workspace, launches, good) == first
     workspace._session.settings = Settings(4, True)
     checks.clear()
     assert outcome(workspace, launches, good)[0] != first[0] and len(checks) == 1
@@ -342,3 +406,123 @@ def test_other_settings_make_other_launches_and_a_checked_group_is_asked_each_ti
     workspace._checked_group = SimpleNamespace()
     outcome(workspace, launches, good)
     assert len(checks) == 2
+
+
+def test_where_it_lies_is_looked_at_again_when_anything_moved(
+    workspace: Any, launches: Launches, checks: list[int], admitted: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another stream, a session that has moved its struct: launched as the full checks would, without them."""
+    good = tensors(CODE.kARResidualRMSNormFP8Quant)
+    current = [0]
+    monkeypatch.setattr(_cuda, "raw_stream", lambda index: current[0])
+    waited: list[int] = []
+    monkeypatch.setattr(_cuda, "wait_for_stream", lambda device, stream: waited.append(stream))
+    for _ in range(2):
+        outcome(workspace, launches, good)
+    checks.clear(), admitted.clear()
+    made = []
+    for current[0] in (7, 0, 7):
+        made.append(outcome(workspace, launches, good)[0])
+    assert made[0] == made[2] != made[1] and waited == [0, 7, 0]
+    monkeypatch.setattr(_cuda, "is_capturing", lambda: True)
+    for current[0] in (9, 7):  # a capture orders nothing, and what follows it waits for nothing
+        made.append(outcome(workspace, launches, good)[0])
+    assert made[4] == made[0] != made[3] and waited == [0, 7, 0]
+    before, session = workspace._session._packed, workspace._session
+    session._pack()
+    assert session._packed is not before
+    made.append(outcome(workspace, launches, good)[0])
+    assert made[5] != made[0] and struct.pack("P", session._session) in made[5]
+    assert not checks and not admitted
+    workspace._known = KnownCalls()
+    assert outcome(workspace, launches, good)[0] == made[5]
+    # On another device, addresses mean something else.
+    outcome(workspace, launches, good)
+    (call,) = workspace._known._calls.values()
+    call.ordinal = 1
+    checks.clear(), admitted.clear()
+    assert outcome(workspace, launches, good)[0] == made[5]
+    assert admitted and not checks
+
+
+def test_equal_numbers_are_known_and_zeros_of_another_sign_are_not(
+    workspace: Any, launches: Launches, checks: list[int], admitted: list[int]
+) -> None:
+    good = tensors(CODE.kARResidualRMSNormFP8Quant) | {"scale_factor": 0.5, "rms_eps": 1e-5, "weight_bias": 1.0}
+    first = outcome(workspace, launches, good)
+    assert outcome(workspace, launches, good) == first
+    admitted.clear()
+    same = {"scale_factor": float("0.5"), "rms_eps": float("1e-5"), "weight_bias": float("1.0")}
+    assert all(value is not good[name] for name, value in same.items())
+    assert outcome(workspace, launches, good | same) == first and not admitted
+    for name, (one, two) in itertools.product(("rms_eps", "weight_bias"), itertools.permutations((0.0, -0.0))):
+        made = [outcome(workspace, launches, good | {name: value})[0] for value in (one, one, two, two, one)]
+        assert made[0] == made[1] == made[4] != made[2] == made[3]
+    assert len(checks) == 1
+
+
+def test_storage_that_comes_back_is_known_in_any_shape_and_the_oldest_is_forgotten(
+    workspace: Any, launches: Launches, admitted: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(known_calls, "STORAGES", 3)
+    source, output = torch.ones(8, H, dtype=BF16), torch.zeros(8, H, dtype=BF16)
+
+    def call(tokens: int, offset: int = 0) -> int:
+        admitted.clear()
+        allreduce_fusion(source[offset:][:tokens], workspace, 0, output=output[offset:][:tokens])
+        return len(admitted)
+
+    for tokens in (1, 2, 3, 1, 2, 3):
+        call(tokens)
+    assert [call(tokens) for tokens in (1, 2, 3)] == [0, 0, 0]
+    assert call(1, offset=4) == 1 and len(workspace._known) == 3 and len(workspace._known.kinds) == 3
+    # The one that was not used for longest went.
+    assert [call(3), call(2), call(1)] == [0, 0, 1]
+
+
+def test_a_known_call_keeps_no_tensor_alive_and_little_memory(workspace: Any) -> None:
+    def calls() -> list[Any]:
+        good = tensors(CODE.kARResidualRMSNormFP8Quant)
+        for _ in range(3):
+            allreduce_fusion(workspace=workspace, **good)
+        return [weakref.ref(value) for value in good.values() if isinstance(value, torch.Tensor)]
+
+    calls()
+    tracemalloc.start()
+    count = 32
+    memory = torch.ones(4 * count, T, H, dtype=BF16)
+    gamma = torch.ones(H, dtype=BF16)
+    before = tracemalloc.get_traced_memory()[0]
+    for i in range(count):
+        x, residual, norm, total = memory[4 * i : 4 * i + 4]
+        for _ in range(2):
+            allreduce_fusion(
+                x, workspace, 1, residual_in=residual, rms_gamma=gamma, norm_out=norm, residual_out=total
+            )
+    used = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    assert len(workspace._known) >= count and used < count * 4096
+    gc.collect()
+    assert not any(reference() is not None for reference in calls())
+
+
+def test_a_result_that_is_allocated_is_written_wherever_it_lies(
+    workspace: Any, launches: Launches, checks: list[int], admitted: list[int]
+) -> None:
+    for pattern in (CODE.kAllReduce, CODE.kARResidualRMSNorm, CODE.kARResidualRMSNormFP8Quant):
+        primary = PATTERNS[pattern].primary
+        arguments = {name: value for name, value in tensors(pattern).items() if name != primary}
+        for _ in range(2):
+            allreduce_fusion(workspace=workspace, **arguments)
+        checks.clear(), admitted.clear()
+        kept = []
+        for number in range(6):
+            result = allreduce_fusion(workspace=workspace, **arguments)
+            assert struct.pack("P", result.data_ptr()) in launches.made[-1]
+            # Every other one is given back, so that its place is taken again.
+            if number % 2:
+                kept.append(result)
+            fields = struct.unpack(SPEC.structs[SPEC.entry_points["comm_known_allreduce_v1"]], launches.made[-1])
+            name = "output" if primary == "output" else primary
+            assert fields[4 + PLACES[name]] == result.data_ptr()
+        assert not checks and not admitted and len({x.data_ptr() for x in kept}) == len(kept)

@@ -9,7 +9,7 @@ import torch
 from comm_core import _cuda, _env
 from comm_core._dtypes import dtype_name
 from comm_core.allreduce import launch as launches
-from comm_core.allreduce.known import Admitted, Given, KnownCall, key_of
+from comm_core.allreduce.known import Given, KnownCall, KnownCalls, KnownKind
 from comm_core.allreduce.launch import MAX_SHARED_BYTES, VECTOR_BYTES, Encoding, Launch, Settings, Shape
 from comm_core.allreduce.module import NO_EPILOGUE, Epilogue
 from comm_core.allreduce.patterns import PATTERNS, Quantization
@@ -17,7 +17,6 @@ from comm_core.allreduce.session import ReduceSession
 from comm_core.allreduce.workspace import AllReduceFusionWorkspace
 from comm_core.comm_backend import group_of
 from comm_core.errors import ArgumentValueError, TransportError
-from comm_core.ulysses.geometries import Geometries
 from comm_core.ulysses.validation import has_memory
 
 if TYPE_CHECKING:
@@ -118,7 +117,7 @@ class WindowAllReduceWorkspace(AllReduceFusionWorkspace):
     patterns = KERNEL_PATTERNS
     shared_resources = True
     _session: ReduceSession
-    _known: Geometries[KnownCall]
+    _known: KnownCalls
     _ordinal: int
 
     @classmethod
@@ -181,7 +180,7 @@ class WindowAllReduceWorkspace(AllReduceFusionWorkspace):
             made, world_size, rank, dtype=dtype, device=session.device, buffer_bytes=half_bytes
         )
         made._session = session
-        made._known = Geometries[KnownCall]()
+        made._known = KnownCalls()
         made._ordinal = session.device.index if session.device.type == "cuda" else -1
         return made
 
@@ -236,53 +235,51 @@ class WindowAllReduceWorkspace(AllReduceFusionWorkspace):
     def run_known(self, given: Given) -> torch.Tensor | None:
         """See `AllReduceFusionWorkspace.run_known`."""
         # With `COMM_CHECK` the ranks compare every call, which is the full path's.
-        if self._checked_group is not None or not self._busy.acquire(blocking=False):
+        if self._checked_group is not None or not self._busy.acquire(False):
             return None
         try:
             if self._destroyed or self._broken is not None:
                 return None
-            try:
-                key = key_of(given)
-                known = None if key is None else self._known.find(key)
-                if known is None or known.settings is not self._session.settings:
-                    return None
-                admitted = known.admit(given)
-            except (RuntimeError, NotImplementedError, TypeError):
-                return None  # a tensor that can't be asked such things; the checks say why
-            if admitted is None:
+            known = self._known.find(given, self._session.settings)
+            result = None if known is None else known.result(given)
+            if known is None or result is None:
                 return None
-            self._session.check()
             if _cuda.is_current(self._ordinal):
-                self._enqueue_known(known, admitted)
+                self._launch_known(known)
             else:
                 with _cuda.device_guard(self.device):
-                    self._enqueue_known(known, admitted)
-            return admitted.result
+                    self._launch_known(known)
+            return result
         finally:
             self._busy.release()
 
-    def _enqueue_known(self, known: KnownCall, admitted: Admitted) -> None:
-        source, output, epilogue, early, lead, _ = admitted
+    def _launch_known(self, known: KnownCall) -> None:
+        context = self._session.launch_context()
         self._calls += 1
         try:
-            self._session.enqueue(source, output, known.dtype, known.shape, known.launch, epilogue, early, lead)
+            known.launch(self._session.entry, context)
         except TransportError as error:
             self._broken = str(error)
             raise
 
     def keep(self, given: Given, call: FusionCall) -> None:
         """See `AllReduceFusionWorkspace.keep`."""
-        key = key_of(given)
         # Scales may be of any element type, and complex ones may be conjugated lazily, which is not looked at.
         if call.scale_out is not None and call.scale_out.dtype.is_complex:
             return
         # Between its call and here, another thread may be in a call of its own.
-        if key is None or not self._busy.acquire(blocking=False):
+        if not self._busy.acquire(False):
             return
         try:
-            self._known.keep(key, KnownCall(call, given, *self._geometry(call), self._session.settings))
+            self._known.keep(given, lambda: self._kind(given, call))
         finally:
             self._busy.release()
+
+    def _kind(self, given: Given, call: FusionCall) -> KnownKind:
+        shape, launch, epilogue = self._geometry(call)
+        dtype = dtype_name(call.dtype)
+        fields = self._session.entry.fields(0, 0, dtype, shape, launch, epilogue)
+        return KnownKind(call, given, fields, self._session.settings)
 
     def _geometry(self, call: FusionCall) -> tuple[Shape, Launch, Epilogue]:
         """Return operand, launch and epilogue of a call."""

@@ -5,7 +5,6 @@ Plain data; importing this imports neither torch nor CUDA.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from comm_core.allreduce.launch import Encoding, Launch, Shape
@@ -15,7 +14,7 @@ from comm_core.windows.signals import MAX_RANKS
 if TYPE_CHECKING:
     from comm_core.jit import Module
 
-__all__ = ["NO_EPILOGUE", "Epilogue", "ReduceCall", "reduce_module"]
+__all__ = ["NO_EPILOGUE", "PLACES", "Epilogue", "ReduceCall", "reduce_module"]
 
 _EPILOGUE = "7P3f3IQ2I"
 _DTYPES = {"float16": 0, "bfloat16": 1, "float32": 2}
@@ -61,6 +60,12 @@ class Epilogue(NamedTuple):
 
 
 NO_EPILOGUE = Epilogue()
+_HEAD = (
+    "buffers", "input", "output", "vectors", "half_vectors", "slot_vectors", "tail_bytes", "two_shots", "operation",
+    "type", "fused", "blocks", "threads", "per_thread", "team", "patience", "early", "lead", "shared_bytes", "unused",
+)  # fmt: skip
+PLACES = {name: place for place, name in enumerate((*_HEAD, *Epilogue._fields))}
+"""Where each field is in `ReduceCall.fields`."""
 
 
 class ReduceCall:
@@ -75,7 +80,7 @@ class ReduceCall:
 
     def __init__(self, module: Module, buffers: int, half_vectors: int, operation: int) -> None:
         (entry_point,) = module.spec.entry_points
-        self._call: Callable[..., None] = module.bind(entry_point)
+        self.pack, self.run = module.bind_parts(entry_point)
         self._buffers, self._half_vectors, self._operation = buffers, half_vectors, operation
 
     def __call__(
@@ -93,9 +98,23 @@ class ReduceCall:
         lead: bool = False,
     ) -> None:
         """Launch one all-reduce; see include/comm_core/allreduce_module.cuh, ReduceArgs."""
-        self._call(
-            stream,
-            session,
+        fields = self.fields(source, output, dtype, shape, launch, epilogue, early=early, lead=lead)
+        self.run(self.pack(stream, session, *fields))
+
+    def fields(
+        self,
+        source: int,
+        output: int,
+        dtype: str,
+        shape: Shape,
+        launch: Launch,
+        epilogue: Epilogue = NO_EPILOGUE,
+        *,
+        early: bool = False,
+        lead: bool = False,
+    ) -> tuple[int | float, ...]:
+        """Return what `pack` takes behind the stream and the session; each is where `PLACES` says."""
+        return (
             self._buffers,
             source,
             output,

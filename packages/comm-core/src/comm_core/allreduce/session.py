@@ -76,7 +76,7 @@ class ReduceSession(DetachableSession):
         for rank, address in enumerate(self._buffer.peer_pointers):
             self._addresses[rank] = address
         table = ctypes.addressof(self._addresses)
-        self._call = ReduceCall(module, table, self._half_bytes // VECTOR_BYTES, Operation.ALLREDUCE)
+        self.entry = ReduceCall(module, table, self._half_bytes // VECTOR_BYTES, Operation.ALLREDUCE)
         stages.step("self-test", self._self_test)
         self._begin_life(stages)
         watch(self)
@@ -134,7 +134,7 @@ class ReduceSession(DetachableSession):
     # Calls
 
     def _launch(self, source: torch.Tensor, output: torch.Tensor, shape: Shape, launch: Launch) -> None:
-        self._call(
+        self.entry(
             self._stream(),
             self._session,
             source.data_ptr(),
@@ -174,23 +174,23 @@ class ReduceSession(DetachableSession):
             CudaCallError: the launch failed; nothing was launched.
         """
         self.check()
-        self.enqueue(source, output, dtype, shape, launch, epilogue, early, lead)
-
-    def enqueue(
-        self,
-        source: int,
-        output: int,
-        dtype: str,
-        shape: Shape,
-        launch: Launch,
-        epilogue: Epilogue,
-        early: bool,
-        lead: bool,
-    ) -> None:
-        """Launch as `reduce` does, for a caller that has just called `check`."""
-        self._call(
+        self.entry(
             self._stream(), self._session, source, output, dtype, shape, launch, epilogue, early=early, lead=lead
         )
+
+    def launch_context(self) -> tuple[int, int]:
+        """Return the current stream and the host address of the packed session: what `entry` packs first.
+
+        For who calls `entry` with fields that were made before. The stream is ordered after the session's last one;
+        the caller has made the device current.
+
+        Raises:
+            As `check`.
+        """
+        if self._closed or not self._usable or self._stall is not None or self._record_state.value:
+            self.check()
+        stream = _cuda.raw_stream(self._ordinal)
+        return stream if stream == self._last_stream else self._stream(), self._session
 
     # Checkpoint
 
