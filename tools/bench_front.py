@@ -266,9 +266,9 @@ def _allreduce() -> list[Cost]:
                 )
 
             calls: dict[str, tuple[float, Callable[[torch.Tensor], object]]] = {
-                "allreduce_fusion": (10.0, lambda x: allreduce_fusion(x, workspace, 0, output=norm)),
-                "allreduce_fusion, residual and norm": (10.0, lambda x: fused(x, 1)),
-                "allreduce_fusion, norm and FP8": (12.0, lambda x: fused(x, 4, encoded)),
+                "allreduce_fusion": (5.0, lambda x: allreduce_fusion(x, workspace, 0, output=norm)),
+                "allreduce_fusion, residual and norm": (7.0, lambda x: fused(x, 1)),
+                "allreduce_fusion, norm and FP8": (8.0, lambda x: fused(x, 4, encoded)),
             }
             for name, (goal, call) in calls.items():
                 parameter = torch.nn.Parameter(x, requires_grad=False)

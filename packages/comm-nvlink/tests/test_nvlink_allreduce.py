@@ -203,6 +203,35 @@ def rounds(group: Group, module: Module, count: int) -> None:
             call(made, case, seed)
 
 
+def repeated(group: Group, module: Module) -> None:
+    """Make calls with the same storage and other values, those of two sets of storage in turn."""
+    cases = [
+        Case(CODE.kARResidualRMSNorm, 3, 208),
+        Case(CODE.kARResidualRMSNormOutFP8Quant, 2, 64, scale_on_device=True),
+        Case(CODE.kAllReduce, 5, 411),
+    ]
+    with host.opened(Workspace, group, module, 1 << 14) as workspace:
+        storage = []
+        for case in cases * 2:
+            operands = make_operands(case, group.size, 0)
+            given = allreduce_cases.arguments(case, operands, host.CPU)
+            storage.append((case, operands.parts[group.rank].clone(), given, make_outputs(case, host.CPU)))
+        for seed in range(1, 5):
+            for case, source, given, made in storage:
+                operands = make_operands(case, group.size, seed)
+                source.copy_(operands.parts[group.rank])
+                for name, value in allreduce_cases.arguments(case, operands, host.CPU).items():
+                    if isinstance(value, torch.Tensor):
+                        given[name].copy_(value)
+                allreduce_fusion(source, workspace, case.pattern, **given, **made)
+                assert_right(case, operands, made)
+        assert len(workspace._known) == len(storage)
+
+
+def test_calls_with_known_storage_compute_what_is_in_it(module: Module) -> None:
+    run_threads(2, repeated, module, timeout_s=60)
+
+
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_calls_of_any_size_follow_each_other(module: Module, ranks: int) -> None:
     run_threads(ranks, rounds, module, 60, timeout_s=100)

@@ -241,8 +241,13 @@ class WindowAllReduceWorkspace(AllReduceFusionWorkspace):
             if self._destroyed or self._broken is not None:
                 return None
             known = self._known.find(given, self._session.settings)
-            result = None if known is None else known.result(given)
-            if known is None or result is None:
+            if known is None:
+                return None
+            try:
+                result = known.result(given)
+            except (RuntimeError, NotImplementedError, TypeError):
+                return None  # there is no memory, or none that has an address; the full path says why
+            if result is None:
                 return None
             if _cuda.is_current(self._ordinal):
                 self._launch_known(known)

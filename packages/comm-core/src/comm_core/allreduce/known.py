@@ -186,14 +186,14 @@ class KnownCall:
         return scale is self._scale or (type(scale) is float and scale == self._scale)
 
     def result(self, given: Given) -> torch.Tensor | None:
-        """Return what the call returns, allocated where it was not given; None: its address is none of the kind's."""
+        """Return what the call returns, allocated where it was not given; None: it has no address of the kind's."""
         made = self._kind.made
         if made is None:
             given_result: torch.Tensor = given[self._kind.primary]
             return given_result
         result = torch.empty(made.shape, dtype=made.dtype, device=self._kind.device)
         address = result.data_ptr()
-        if address & made.mask:
+        if not address or address & made.mask:
             return None
         if self._fields[made.place] != address:
             self._fields[made.place] = address
