@@ -221,8 +221,7 @@ class WindowSession(SignalSession, TransportSession):
         """
         # Not for stalls alone: one that is being closed, or detached, may have no memory behind its addresses.
         self.check()
-        stream = _cuda.raw_stream(self._ordinal)
-        return stream if stream == self._last_stream else self._stream(), self._session
+        return self._stream(), self._session
 
     # The end
 
