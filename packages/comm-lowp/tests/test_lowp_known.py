@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from comm_core import UlyssesCommunicator
+from comm_core import UlyssesCommunicator, _cuda
 from comm_core.errors import ArgumentTypeError, ArgumentValueError, ClosedError, PeerStalledError, TransportError
 from comm_core.group import thread_groups
 from comm_core.plugins import register, unregister
 from comm_core.plugins.discovery import registry
-from comm_lowp import UlyssesQKV
+from comm_lowp import UlyssesQKV, qkv
 from comm_lowp.known import KEPT, KnownCalls
 from comm_lowp.plugin import LowpPlugin
 
@@ -202,3 +202,17 @@ def test_a_stall_breaks_the_communicator_as_on_the_full_way(place: Place) -> Non
     place.comm.close()
     with pytest.raises(ClosedError):
         place.call()
+
+
+def test_storage_is_ready_for_every_stream_once_it_is_prepared(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counters are cleared on the stream that prepares; a call on another one would find them half-way."""
+    order: list[str] = []
+
+    def make(*arguments: Any, **options: Any) -> Any:
+        order.append("made")
+        return place.pipeline
+
+    monkeypatch.setattr(qkv, "make_pipeline", make)
+    monkeypatch.setattr(_cuda, "synchronize", lambda device: order.append(f"waited for {device}"))
+    place.comm.prepare_qkv(SHAPE)
+    assert order == ["made", "waited for cpu"]

@@ -346,6 +346,8 @@ def prepare(host: CodecHost, qkv_shape: object, used_sequence: object) -> Ulysse
         # Storage that was made in inference mode could not be written outside of it.
         with torch.inference_mode(False):
             made.append(make_pipeline(host, grid, kernels[0] if kernels else None, everywhere=everywhere))
+        # Counters begin with 0, and calls come on any stream: this one may still be busy with something else.
+        _cuda.synchronize(host.device)
 
     joint(host.group, "prepare_qkv: allocate", allocate)
     return _new_workspace(host, grid, made[0])

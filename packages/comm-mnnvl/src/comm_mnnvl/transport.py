@@ -33,7 +33,7 @@ class MnnvlTransport(Transport):
     wire = 1
     priority = 90
     experimental = True
-    verified_on = ("several ranks on one GPU",)
+    verified_on = ("several ranks on one GPU", "two GPUs with NVLink")
 
     def assess(self, request: Request, facts: Sequence[RankFacts]) -> Verdict:
         """See `Transport.assess`. The plan says which handles are passed, and how large launches are."""

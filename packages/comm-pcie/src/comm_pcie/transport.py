@@ -41,7 +41,7 @@ class PcieTransport(Transport):
     wire = 2
     priority = 10
     # The peer-to-peer route; those over NICs say of themselves that only an emulator has been seen.
-    verified_on = ("several ranks on one GPU",)
+    verified_on = ("several ranks on one GPU", "two GPUs with NVLink")
     experimental = True
 
     def probe(self, context: ProbeContext) -> JsonObject:

@@ -217,12 +217,11 @@ class WindowSession(SignalSession, TransportSession):
         other one and marks its data as done (see ``include/comm_core/barrier.cuh``).
 
         Raises:
-            PeerStalledError: as `check`.
+            CommError: as `check`, of the kind of session that this is.
         """
-        if self._stall is not None or self._record_state.value:
-            self.check()
-        stream = _cuda.raw_stream(self._ordinal)
-        return stream if stream == self._last_stream else self._stream(), self._session
+        # Not for stalls alone: one that is being closed, or detached, may have no memory behind its addresses.
+        self.check()
+        return self._stream(), self._session
 
     # The end
 

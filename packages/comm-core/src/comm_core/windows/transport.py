@@ -50,7 +50,7 @@ class WindowTransport(Transport):
     wire = 1
     priority = 1
     experimental = True
-    verified_on = ("several ranks on one GPU",)
+    verified_on = ("several ranks on one GPU", "two GPUs with NVLink")
 
     def __init__(self, name: str, *, copy_engines: bool) -> None:
         self.name = name
