@@ -20,6 +20,7 @@ from datetime import timedelta
 from typing import Any
 
 from comm_core.errors import ArgumentValueError, CommError
+from comm_core.testing.environment import environment
 
 __all__ = ["Placement", "Ranks", "place", "ranks", "under_torchrun"]
 
@@ -242,7 +243,7 @@ def ranks(placement: Placement, *, timeout_s: float = 120.0, preload: Sequence[s
     changes = {**{name: value for name, value in _DEFAULTS.items() if name not in os.environ}, **_ENVIRONMENT}
     if placement.kind == "device":
         changes["COMM_ALLOW_SHARED_GPU"] = "1"
-    with _environment(changes), contextlib.ExitStack() as stack:
+    with environment(**changes), contextlib.ExitStack() as stack:
         if placement.joined:
             joined = _Joined(placement, timeout_s)
             stack.callback(joined.close)
@@ -265,17 +266,3 @@ def _close(pool: Any) -> None:
     """Close the pool; ranks that don't end in order have given their results already."""
     with contextlib.suppress(CommError, AssertionError):
         pool.close()
-
-
-@contextlib.contextmanager
-def _environment(changes: Mapping[str, str]) -> Generator[None]:
-    before = {name: os.environ.get(name) for name in changes}
-    os.environ.update(changes)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value

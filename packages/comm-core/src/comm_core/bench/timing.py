@@ -160,20 +160,16 @@ def in_a_row(
     For graphs that a host can't get ahead of. The first replay of a batch does not count: while it runs, the host
     launches the next one.
     """
-    times: list[float] = []
-    for _ in range(count):
-        synchronize(device)
-        meet(group)
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def begin() -> None:
         align()
         replay()
-        start.record()
+
+    def work() -> None:
         for _ in range(_REPLAYS):
             replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / (_REPLAYS * calls))
-    return statistics.median(times)
+
+    return batches(group, device, begin, work, _REPLAYS * calls, count).device
 
 
 def replayed(

@@ -22,6 +22,7 @@ import pytest
 import torch
 
 from comm_core import plugins
+from comm_core.testing.environment import environment
 from comm_core.testing.ranks import FunctionRef, RankPool
 
 if TYPE_CHECKING:
@@ -41,21 +42,6 @@ def sizes(at_most: int = 8, among: Collection[int] | None = None) -> tuple[int, 
     """
     asked = (int(size) for size in os.environ.get("GPU_CHECK_SIZES", "2,4,8").split(","))
     return tuple(size for size in asked if size <= at_most and (among is None or size in among))
-
-
-@contextmanager
-def environment(**changes: str) -> Generator[None, None, None]:
-    """Set variables of this process inside a ``with`` block; afterwards they are as they were."""
-    before = {name: os.environ.get(name) for name in changes}
-    os.environ.update(changes)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 def shared_gpu_pool(size: int, **variables: str) -> Callable[[], Iterator[RankPool]]:
