@@ -173,24 +173,8 @@ class ReduceSession(DetachableSession):
             CheckpointError: the memory is detached.
             CudaCallError: the launch failed; nothing was launched.
         """
-        self.check()
-        self.entry(
-            self._stream(), self._session, source, output, dtype, shape, launch, epilogue, early=early, lead=lead
-        )
-
-    def launch_context(self) -> tuple[int, int]:
-        """Return the current stream and the host address of the packed session: what `entry` packs first.
-
-        For who calls `entry` with fields that were made before. The stream is ordered after the session's last one;
-        the caller has made the device current.
-
-        Raises:
-            As `check`.
-        """
-        if self._closed or not self._usable or self._stall is not None or self._record_state.value:
-            self.check()
-        stream = _cuda.raw_stream(self._ordinal)
-        return stream if stream == self._last_stream else self._stream(), self._session
+        context = self.launch_context()
+        self.entry(*context, source, output, dtype, shape, launch, epilogue, early=early, lead=lead)
 
     # Checkpoint
 

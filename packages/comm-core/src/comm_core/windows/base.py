@@ -138,6 +138,21 @@ class SignalSession:
             self._last_stream = stream
         return stream
 
+    def launch_context(self) -> tuple[int, int]:
+        """Return the current stream and the host address of the packed ``comm::Session``, for a launch of kernels.
+
+        For whoever brings kernels that signal by this session. The stream is ordered after the session's last one;
+        the caller has made the device current. The struct must be copied before the next call of this session (a
+        window that is added replaces it), and what is launched must be whole operations: each rank announces to every
+        other one and marks its data as done (see ``include/comm_core/barrier.cuh``).
+
+        Raises:
+            CommError: as `check`, of the kind of session that this is.
+        """
+        # Not for stalls alone: one that is being closed, or detached, may have no memory behind its addresses.
+        self.check()
+        return self._stream(), self._session
+
     # Stalls and the end
 
     def look(self) -> bool:
