@@ -62,23 +62,19 @@ def timed(work: Callable[[], None], batches: int) -> float:
 
 def plain_launches(shape: Shape, sms: int) -> Iterator[Launch]:
     """Launches of a sum alone."""
-    seen: set[tuple[int, ...]] = set()
-    for threads, per_thread, share, patience in itertools.product(
-        (128, 256, 384), (1, 2), (0.25, 0.5, 1, 2), (0, 20, 100)
-    ):
-        if shape.two_shots and per_thread == 2:
+    seen: set[Launch] = set()
+    for threads, share in itertools.product((128, 256, 384), (0.25, 0.5, 1, 2)):
+        made = Launch(min(-(-shape.vectors // threads), int(sms * share)), threads)
+        if made in seen or shape.vectors > 64 * made.blocks * threads:
             continue
-        blocks = min(-(-shape.vectors // (threads * per_thread)), int(sms * share))
-        large = shape.vectors > blocks * threads * per_thread
-        key = (blocks, threads, per_thread, patience)
-        if key in seen or (patience and not large) or (shape.vectors > 64 * blocks * threads):
-            continue
-        seen.add(key)
-        yield Launch(blocks, threads, per_thread, 1, patience)
+        seen.add(made)
+        yield made
 
 
 def fused_launches(rows: int, row_vectors: int, sms: int) -> Iterator[Launch]:
     """Launches of a sum with residual and norm."""
+    if row_vectors <= launches.ROW_THREADS:
+        yield launches.whole_rows(rows, row_vectors, sms)
     seen: set[tuple[int, int, int]] = set()
     for team, more, share in itertools.product((1, 2, 4, 8), (0, 1, 2), (0.5, 1, 2, 3)):
         steps = -(-row_vectors // (team * launches.FUSED_THREADS)) + more
@@ -90,8 +86,7 @@ def fused_launches(rows: int, row_vectors: int, sms: int) -> Iterator[Launch]:
         if blocks * threads > sms * launches.PER_SM * launches.FUSED_THREADS:
             continue
         seen.add((team, threads, blocks))
-        for patience in (0, 20, 100) if rows * team > blocks else (0,):
-            yield Launch(blocks, threads, 1, team, patience, launches.shared_bytes(row_vectors, team, threads))
+        yield Launch(blocks, threads, team, launches.shared_bytes(row_vectors, team, threads))
 
 
 def rank_main(rank: int, ranks: int, port: int, options: argparse.Namespace) -> None:
@@ -168,9 +163,7 @@ def show(rows: list[dict[str, Any]]) -> None:
         print(f"\n{mine[0]['tokens']} tokens, {kind}, {shots} shots; NCCL {mine[0]['nccl']:.1f} us; {wrong} wrong")
         best = sorted((row for row in mine if not row["chosen"]), key=lambda row: row["us"])[:6]
         for row in [row for row in mine if row["chosen"]] + best:
-            way = " ".join(
-                f"{name}={row[name]}" for name in ("blocks", "threads", "per_thread", "team", "patience_ns")
-            )
+            way = " ".join(f"{name}={row[name]}" for name in ("blocks", "threads", "team"))
             mark = "chosen" if row["chosen"] else "      "
             pdl = "pdl+lead" if row["lead"] else "pdl" if row["early"] else ""
             print(f"  {mark} {row['us']:8.2f} us  x{row['us'] / row['nccl']:.3f}  {way} {pdl}", flush=True)

@@ -29,6 +29,7 @@ def number(header: str, name: str) -> int:
 def test_numbers_are_those_of_the_kernels() -> None:
     assert number("allreduce.cuh", "kReduceThreads") == launch._THREADS[-1]
     assert number("allreduce.cuh", "kFusedThreads") == launch.FUSED_THREADS
+    assert number("allreduce.cuh", "kRowThreads") == launch.ROW_THREADS
     assert number("allreduce.cuh", "kReduceBlocks") == launch.PER_SM
     assert number("lamport.cuh", "kLamportHalves") == launch.HALVES
     assert number("team.cuh", "kTeamBlocks") == max(launch._TEAMS)
@@ -74,7 +75,7 @@ def test_plain_launches_fit_the_device(ranks: int, nbytes: int, blocks: int, one
     assert 1 <= made.blocks <= blocks
     assert made.threads % 32 == 0
     assert made.threads <= launch._THREADS[-1]
-    assert (made.per_thread, made.team) in ((1, 1), (2, 1))
+    assert (made.team, made.shared_bytes) == (1, 0)
 
 
 @given(
@@ -86,8 +87,8 @@ def test_plain_launches_fit_the_device(ranks: int, nbytes: int, blocks: int, one
 )
 def test_fused_launches_fit_the_device(rows: int, row_vectors: int, blocks: int, clusters: bool, group: int) -> None:
     settings = Settings(blocks, clusters)
-    assert launch.fused_launch(rows, row_vectors, settings, group, two_shots=True).team == 1
-    made = launch.fused_launch(rows, row_vectors, settings, group)
+    assert launch.fused_launch(rows, row_vectors, settings, group, two_shots=True, encoded=True).team == 1
+    made = launch.fused_launch(rows, row_vectors, settings, group, encoded=True)
     assert 1 <= made.blocks <= blocks
     assert made.blocks % made.team == 0
     assert made.team == 1 or (clusters and launch.groups_within_warps(group))
@@ -99,21 +100,51 @@ def test_fused_launches_fit_the_device(rows: int, row_vectors: int, blocks: int,
     assert made.blocks <= max(1, blocks // 2) or made.shared_bytes <= 48 << 10
 
 
+@given(
+    rows=st.integers(1, 5000), row_vectors=st.integers(1, 3072), blocks=st.integers(1, 600), clusters=st.booleans()
+)
+def test_launches_with_a_norm_alone_fit_the_device(rows: int, row_vectors: int, blocks: int, clusters: bool) -> None:
+    settings = Settings(blocks, clusters)
+    made = launch.fused_launch(rows, row_vectors, settings)
+    steps = -(-row_vectors // (made.team * made.threads))
+    assert made.blocks % made.team == 0
+    assert 1 <= made.blocks <= rows * made.team
+    assert made.threads % 32 == 0
+    # What the kernels accept (include/comm_core/allreduce_module.cuh, check_reduce).
+    whole = steps == 1 and made.team == 1
+    assert made.threads <= (launch.ROW_THREADS if whole else launch.FUSED_THREADS)
+    assert steps == 1 or made.shared_bytes >= 2 * steps * made.threads * 16
+    # On each of half as many multiprocessors as there may be blocks: the registers of 1024 threads.
+    most = settings.sms * launch.ROW_THREADS if whole else 2 * settings.sms * launch.FUSED_THREADS
+    assert made.blocks * made.threads <= max(most, made.team * made.threads)
+    # A row that fits a block is never gone through in steps, where nothing has to be kept for an encoding.
+    assert steps == 1 or row_vectors > launch.ROW_THREADS
+
+
 def test_launches_of_the_sizes_that_count() -> None:
     """Rows of 8192 16-bit elements on a GPU of 132 multiprocessors."""
     plain = {
-        tokens: launch.plain_launch(launch.shape_of(2, tokens * 16384, None), GPU)[:3]
+        tokens: launch.plain_launch(launch.shape_of(2, tokens * 16384, None), GPU)[:2]
         for tokens in (1, 32, 128, 2048)
     }
-    assert plain == {1: (8, 128, 1), 32: (128, 256, 1), 128: (264, 384, 2), 2048: (264, 384, 2)}
-    fused = {tokens: launch.fused_launch(tokens, 1024, GPU)[:4] for tokens in (1, 32, 128, 512, 2048)}
+    assert plain == {1: (8, 128), 32: (128, 256), 128: (264, 384), 2048: (264, 384)}
+    fused = {tokens: launch.fused_launch(tokens, 1024, GPU) for tokens in (1, 32, 64, 128, 512, 2048)}
     assert fused == {
-        1: (8, 128, 1, 8),
-        32: (256, 128, 1, 8),
-        128: (256, 256, 1, 2),
-        512: (264, 256, 1, 2),
-        2048: (264, 256, 1, 2),
+        1: (8, 128, 8, 0),
+        32: (256, 128, 8, 0),
+        64: (256, 256, 4, 0),
+        128: (128, 1024, 1, 0),
+        512: (132, 1024, 1, 0),
+        2048: (132, 1024, 1, 0),
     }
+    assert launch.fused_launch(1, 512, GPU) == (1, 512, 1, 0)
+    assert launch.fused_launch(2048, 128, GPU) == (528, 128, 1, 0)
+    encoded = {tokens: launch.fused_launch(tokens, 1024, GPU, encoded=True)[:3] for tokens in (1, 128, 512, 2048)}
+    assert encoded == {1: (8, 128, 8), 128: (256, 256, 2), 512: (264, 256, 2), 2048: (264, 256, 2)}
+    # Without clusters.
+    old = Settings(216)
+    assert launch.fused_launch(8, 1024, old) == (8, 1024, 1, 0)
+    assert launch.fused_launch(8, 1024, old, encoded=True)[:3] == (8, 352, 1)
 
 
 def test_rows_that_a_block_has_room_for() -> None:

@@ -137,7 +137,7 @@ def test_sums_of_any_number_of_elements(module: Module, ranks: int) -> None:
 
 
 def test_blocks_and_threads_do_not_change_a_bit(module: Module) -> None:
-    """The launch of a call may follow from its size: one block, or several with one or two vectors a thread."""
+    """The launch of a call may follow from its size: one block, or several."""
     cases = [
         Case(pattern, 9, 512, BF16, use_oneshot=True)
         for pattern in (CODE.kAllReduce, CODE.kARResidualRMSNorm, CODE.kARResidualRMSNormOutFP8Quant)

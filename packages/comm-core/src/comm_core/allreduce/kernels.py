@@ -295,7 +295,12 @@ class WindowAllReduceWorkspace(AllReduceFusionWorkspace):
         if PATTERNS[call.pattern].has_norm:
             epilogue = epilogue_of(call, _quantization(call))
             launch = launches.fused_launch(
-                call.tokens, epilogue.row_vectors, settings, epilogue.group_vectors, two_shots=shape.two_shots
+                call.tokens,
+                epilogue.row_vectors,
+                settings,
+                epilogue.group_vectors,
+                two_shots=shape.two_shots,
+                encoded=epilogue.encoding != Encoding.NONE,
             )
         else:
             launch = launches.plain_launch(shape, settings)

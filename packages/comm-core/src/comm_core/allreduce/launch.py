@@ -19,6 +19,7 @@ __all__ = [
     "HALVES",
     "MAX_SHARED_BYTES",
     "PER_SM",
+    "ROW_THREADS",
     "VECTOR_BYTES",
     "Encoding",
     "Launch",
@@ -35,6 +36,7 @@ __all__ = [
     "row_threads",
     "shape_of",
     "shared_bytes",
+    "whole_rows",
 ]
 
 VECTOR_BYTES = 16
@@ -44,6 +46,12 @@ _THREADS = (128, 256, 384)
 """Of a block without an epilogue. Twin of the last: include/comm_core/allreduce.cuh, kReduceThreads."""
 FUSED_THREADS = 384
 """Of a block with an epilogue, at most. Twin: kFusedThreads."""
+ROW_THREADS = 1024
+"""Of a block that has whole rows, a vector for each thread, at most. Twin: kRowThreads."""
+_SHORT_ROW = 512
+"""Vectors of a row up to which a block is not slower than a cluster, however few rows there are."""
+_FEW_BLOCKS = 4
+"""Blocks of short rows to a multiprocessor, at most: more of them are no faster."""
 PER_SM = 2
 """Blocks that fit a multiprocessor. Twin: kReduceBlocks."""
 _TEAMS = (8, 4, 2)
@@ -54,8 +62,6 @@ _SHARED_OF_TWO = 40 << 10
 """The same where two blocks are to fit a multiprocessor."""
 _LARGE_BYTES = 6 << 20
 """Of an operand whose rows are shared by fewer blocks."""
-_PATIENCE_NS = 100
-"""Between two looks, where threads wait for long: looks take bandwidth from what they wait for."""
 _TRADE_BYTES = 960 << 10
 """What a link moves while the second shot's latency passes."""
 
@@ -79,13 +85,11 @@ class Settings:
         blocks: that are all on the device at once, two to a multiprocessor, whatever else the ranks run there.
         clusters: whether every rank's device has clusters.
         trade_bytes: see `one_shot_limit`.
-        patience_ns: pause between two looks at what has not come, in large calls.
     """
 
     blocks: int
     clusters: bool = False
     trade_bytes: int = _TRADE_BYTES
-    patience_ns: int = _PATIENCE_NS
 
     @property
     def sms(self) -> int:
@@ -128,17 +132,13 @@ class Launch(NamedTuple):
     Attributes:
         blocks: of the grid.
         threads: of a block.
-        per_thread: vectors that a thread deals with at a time, without an epilogue.
         team: blocks that share a row, with an epilogue.
-        patience_ns: pause between two looks at what has not come.
         shared_bytes: of a block.
     """
 
     blocks: int
     threads: int
-    per_thread: int = 1
     team: int = 1
-    patience_ns: int = 0
     shared_bytes: int = 0
 
 
@@ -201,17 +201,10 @@ def capacity_bytes(world_size: int, nbytes: int, force_oneshot: bool, trade_byte
 
 def plain_launch(shape: Shape, settings: Settings) -> Launch:
     """Return the launch of a sum without an epilogue."""
-    vectors, most = shape.vectors, _THREADS[-1]
-    blocks = -(-vectors // most)
-    if shape.two_shots:
-        return Launch(min(settings.blocks, blocks), most)
-    for threads in _THREADS:
-        if -(-vectors // threads) <= settings.sms:
-            return Launch(-(-vectors // threads), threads)
-    if blocks <= settings.blocks:
-        return Launch(blocks, most)
-    long = vectors > 2 * settings.blocks * most
-    return Launch(settings.blocks, most, 2, patience_ns=settings.patience_ns if long else 0)
+    for threads in () if shape.two_shots else _THREADS:
+        if -(-shape.vectors // threads) <= settings.sms:
+            return Launch(-(-shape.vectors // threads), threads)
+    return Launch(min(settings.blocks, -(-shape.vectors // _THREADS[-1])), _THREADS[-1])
 
 
 def groups_within_warps(group_vectors: int) -> bool:
@@ -241,8 +234,20 @@ def fits_a_block(row_vectors: int, group_vectors: int = 0) -> bool:
     return shared_bytes(row_vectors, 1, row_threads(row_vectors, 1), group_vectors) <= MAX_SHARED_BYTES
 
 
+def whole_rows(rows: int, row_vectors: int, sms: int) -> Launch:
+    """Return the launch of a sum with an epilogue that has a block for a row, a thread for each vector of it."""
+    threads = _up(row_vectors, 32)
+    return Launch(min(rows, sms * min(_FEW_BLOCKS, ROW_THREADS // threads)), threads)
+
+
 def fused_launch(
-    rows: int, row_vectors: int, settings: Settings, group_vectors: int = 0, *, two_shots: bool = False
+    rows: int,
+    row_vectors: int,
+    settings: Settings,
+    group_vectors: int = 0,
+    *,
+    two_shots: bool = False,
+    encoded: bool = False,
 ) -> Launch:
     """Return the launch of a sum with an epilogue: a row for a team of blocks.
 
@@ -254,16 +259,23 @@ def fused_launch(
         two_shots: which algorithm. In two shots all blocks wait for each other's sums, so all must be on the device
             at once; how many clusters are depends on how its multiprocessors are grouped, so there are none. In one
             shot a row is waited for by the blocks of that row alone, and blocks start in the order of the rows.
+        encoded: whether the norm is quantized. Else, in one shot, a row of which every thread has one vector stays
+            in registers.
     """
-    team = 1
-    if settings.clusters and not two_shots and groups_within_warps(group_vectors):
-        # More blocks than groups of 32 vectors would have nothing to do.
-        fits = [size for size in _TEAMS if rows * size <= settings.blocks and row_vectors >= 32 * size]
+    in_registers = not (two_shots or encoded)
+    teams = settings.clusters and not two_shots and groups_within_warps(group_vectors)
+    # More blocks than groups of 32 vectors would have nothing to do.
+    fits = [size for size in _TEAMS if teams and rows * size <= settings.blocks and row_vectors >= 32 * size]
+    team = max(fits, default=1)
+    if in_registers and row_vectors <= ROW_THREADS and (row_vectors <= _SHORT_ROW or team < 4):
+        return whole_rows(rows, row_vectors, settings.sms)
+    if teams and not fits:
         # Many rows: teams for what each block has in flight, the fewer the more there is.
         many = 4 if rows * row_vectors * VECTOR_BYTES <= _LARGE_BYTES else 2
-        team = max(fits, default=many if many <= settings.blocks and row_vectors >= 32 * many else 1)
+        team = many if many <= settings.blocks and row_vectors >= 32 * many else 1
     threads = row_threads(row_vectors, team)
-    nbytes = shared_bytes(row_vectors, team, threads, group_vectors)
+    in_registers = in_registers and row_vectors <= team * threads
+    nbytes = 0 if in_registers else shared_bytes(row_vectors, team, threads, group_vectors)
     most = settings.blocks if nbytes <= _SHARED_OF_TWO else settings.sms
     blocks = min(max(most // team, 1), rows) * team
-    return Launch(blocks, threads, 1, team, 0, nbytes)
+    return Launch(blocks, threads, team, nbytes)

@@ -29,8 +29,8 @@ def reduce_module(package: str) -> ModuleSpec:
         sources=("csrc/allreduce.cu",),
         structs={
             # stream, session, buffers, input, output; vectors of operand, half and slot; tail, two shots, operation,
-            # type, fused, blocks, threads, per thread, team, patience, early, lead, shared bytes, unused; epilogue
-            f"{package}_allreduce_args_v1": f"II5P3Q14I{_EPILOGUE}0Q",
+            # type, fused, blocks, threads, team, early, lead, shared bytes; epilogue
+            f"{package}_allreduce_args_v1": f"II5P3Q11I{_EPILOGUE}0Q",
             # see comm_core.windows.launch
             "comm_core_session_v1": f"II2I{MAX_RANKS}Q3Q0Q",
         },
@@ -62,7 +62,7 @@ class Epilogue(NamedTuple):
 NO_EPILOGUE = Epilogue()
 _HEAD = (
     "buffers", "input", "output", "vectors", "half_vectors", "slot_vectors", "tail_bytes", "two_shots", "operation",
-    "type", "fused", "blocks", "threads", "per_thread", "team", "patience", "early", "lead", "shared_bytes", "unused",
+    "type", "fused", "blocks", "threads", "team", "early", "lead", "shared_bytes",
 )  # fmt: skip
 PLACES = {name: place for place, name in enumerate((*_HEAD, *Epilogue._fields))}
 """Where each field is in `ReduceCall.fields`."""
@@ -128,12 +128,9 @@ class ReduceCall:
             epilogue is not NO_EPILOGUE,
             launch.blocks,
             launch.threads,
-            launch.per_thread,
             launch.team,
-            launch.patience_ns,
             early,
             lead,
             launch.shared_bytes,
-            0,
             *epilogue,
         )

@@ -37,6 +37,7 @@
 #endif
 
 #define COMM_SPIN() host_spin()
+#define COMM_SYNC_WARP() __syncwarp()
 #define COMM_DYNAMIC_SHARED(type, name) type* name = reinterpret_cast<type*>(host::shared.data())
 
 struct dim3 {

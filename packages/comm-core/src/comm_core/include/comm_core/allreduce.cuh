@@ -45,6 +45,9 @@ namespace comm {
 constexpr uint32_t kReduceThreads = 384;
 constexpr uint32_t kFusedThreads = 384;
 constexpr uint32_t kReduceBlocks = 2;
+// Threads of a block that has a whole row, a vector for each, at most. Twin:
+// comm_core/allreduce/launch.py.
+constexpr uint32_t kRowThreads = 1024;
 // Rows of a team that are sent before its threads wait for one.
 constexpr uint32_t kRowsAhead = 1;
 
@@ -79,56 +82,40 @@ __device__ __forceinline__ void announce_start(const Member& m) {
   if (m.good() && blockIdx.x == 0 && threadIdx.x < 32) announce_to_all(m.call, 0, 0);
 }
 
-// The sum alone. Vectors are dealt to the threads of all blocks in turn, `kVectors` at a time.
-template <class T, uint32_t kVectors, bool kTwoShots>
+// The sum alone. Vectors are dealt to the threads of all blocks in turn.
+template <class T, bool kTwoShots>
 __global__ __launch_bounds__(kReduceThreads, kReduceBlocks) void reduce_kernel(
     const __grid_constant__ ReduceParams p) {
   follow();
   const uint64_t threads = uint64_t(gridDim.x) * blockDim.x;
-  const uint64_t thread = uint64_t(blockIdx.x) * blockDim.x + threadIdx.x;
-  const uint64_t stride = kVectors * threads;
-  Vector own[kVectors];
-  uint64_t index = thread;
-  uint32_t count = places_below<kVectors>(index, threads, p.vectors);
+  uint64_t index = uint64_t(blockIdx.x) * blockDim.x + threadIdx.x;
   // The epoch is under way while the operand is loaded.
   Member m = enter(p);
-  if (!kTwoShots) load_operands<T, true, kVectors>(p, index, threads, count, own);
-  if (kTwoShots) announce_start(m);
-  if (m.good()) {
-    if (kTwoShots) {
-      scatter_operand<T, true>(m, thread, threads);
-    } else {
-      send_to_all<kVectors>(m, index, threads, count, own);
-    }
+  if (kTwoShots) {
+    announce_start(m);
+    if (m.good()) scatter_operand<T, true>(m, index, threads);
+  } else if (index < p.vectors) {
+    const Vector own = load_operand<T, true>(p, index);
+    if (m.good()) send_to_all(m, index, own);
   }
   begin(m);
-  if (kTwoShots) reduce_own_part<T, true, 4>(m, thread, threads);
+  if (kTwoShots) reduce_own_part<T, true, 4>(m, index, threads);
   COMM_NO_UNROLL
-  for (; index < p.vectors; index += stride) {
-    Vector sums[kVectors];
-    const uint32_t ahead = places_below<kVectors>(index + stride, threads, p.vectors);
+  for (; warp_has_any(index, p.vectors); index += threads) {
+    const bool exists = index < p.vectors;
+    Vector sum;
     if (kTwoShots) {
-      take_sums<kVectors>(m, index, threads, count, sums);
+      sum = take_sum(m, index, exists);
     } else {
-      if (ahead != 0) {
+      if (index + threads < p.vectors) {
         // What is sent ahead keeps the link busy while this thread waits.
-        load_operands<T, true, kVectors>(p, index + stride, threads, ahead, own);
+        const Vector own = load_operand<T, true>(p, index + threads);
         look(m);
-        if (m.good()) send_to_all<kVectors>(m, index + stride, threads, ahead, own);
+        if (m.good()) send_to_all(m, index + threads, own);
       }
-      // Where a thread has several vectors at a time it has many, and is bound by the link: then
-      // `sum_of_two` is slower (106 us, after 102, for 32 MiB on two H200).
-      if (kVectors > 1) {
-        sum_slots<T, true, kVectors, 4 / kVectors>(m, index, index, threads, count, sums);
-      } else {
-        sum_all<T, true, kVectors, 4 / kVectors>(m, index, threads, count, sums);
-      }
+      sum = sum_all<T, true, 4>(m, index, exists);
     }
-    COMM_UNROLL
-    for (uint32_t i = 0; i < kVectors; ++i) {
-      if (i < count) store_output(p, index + i * threads, sums[i]);
-    }
-    count = ahead;
+    if (exists) store_output(p, index, sum);
   }
   leave_call(m);
 }
@@ -206,20 +193,18 @@ __global__ __launch_bounds__(kFusedThreads, kReduceBlocks) void fused_kernel(
     for (uint32_t step = 0; step < p.steps; ++step) {
       const uint32_t at = epilogue.place(step);
       const uint64_t index = row * e.row_vectors + at;
-      Vector sums[1];
+      const bool exists = at < e.row_vectors;
+      Vector sum;
       if (kTwoShots) {
-        take_sums<1>(m, index, 0, at < e.row_vectors, sums);
-      } else {
+        sum = take_sum(m, index, exists);
+      } else if (kQuantized) {
         // As many at once as there are registers for, which an encoding needs as well.
-        const bool exists = at < e.row_vectors;
-        if (kQuantized) {
-          sum_slots<T, false, 1, 2>(m, index, index, 0, exists, sums);
-        } else {
-          sum_all<T, false, 1, 2>(m, index, 0, exists, sums);
-        }
+        sum = sum_slots<T, false, 2>(m, index, index, exists);
+      } else {
+        sum = sum_all<T, false, 2>(m, index, exists);
       }
       if (step == 0) epilogue.await_fetched();
-      epilogue.add_residual(row, step, sums[0]);
+      epilogue.add_residual(row, step, sum);
     }
     epilogue.finish(row);
   }
@@ -230,15 +215,17 @@ __global__ __launch_bounds__(kFusedThreads, kReduceBlocks) void fused_kernel(
 // fused_kernel in one shot and without an encoding, for rows of which every thread has one vector:
 // from the operand to the norm it stays in registers. What can be done before the peers' data is
 // there, or while the team's parts are on their way, is done then; what is left in between is
-// short.
-template <class T>
-__global__ __launch_bounds__(kFusedThreads, kReduceBlocks) void vector_kernel(
-    const __grid_constant__ ReduceParams p) {
+// short. `kWhole`: a block has a whole row, so there are no clusters to be started and met.
+template <class T, bool kWhole>
+__global__ __launch_bounds__(
+    kWhole ? kRowThreads : kFusedThreads,
+    kWhole ? 1 : kReduceBlocks) void vector_kernel(const __grid_constant__ ReduceParams p) {
   __shared__ TeamMemory memory;
   const Epilogue& e = p.epilogue;
+  const uint32_t blocks = kWhole ? 1 : p.team;
   uint32_t block, first;
-  place_in_cluster(p.team, &block, &first);
-  Team team = {&memory, p.team, block, block * blockDim.x + threadIdx.x, p.team * blockDim.x};
+  place_in_cluster(blocks, &block, &first);
+  Team team = {&memory, blocks, block, block * blockDim.x + threadIdx.x, blocks * blockDim.x};
   team.prepare();
   follow();
   Member m = enter(p);
@@ -255,9 +242,7 @@ __global__ __launch_bounds__(kFusedThreads, kReduceBlocks) void vector_kernel(
   };
   auto send = [&](uint64_t place, Vector& value) {
     value = Elements<T>::encode(value);
-    if (!m.good() || !exists(place)) return;
-    const Vector values[1] = {value};
-    send_to_all<1>(m, place, 0, 1, values);
+    if (m.good() && exists(place)) send_to_all(m, place, value);
   };
   // Operands of this row, of those that are sent already, and of the one that is sent next. What is
   // loaded is not touched before it is needed: that would wait for it.
@@ -284,14 +269,16 @@ __global__ __launch_bounds__(kFusedThreads, kReduceBlocks) void vector_kernel(
     team.expect(parts);
     if (told != 0 && m.good()) m.wait = Wait::kAborted;
     send(index + kRowsAhead * stride, own[kRowsAhead]);
-    Vector sums[1];
+    Vector sum;
     Vector* emptied = nullptr;
     if (m.ranks() == 2) {
-      emptied = take_other<T>(m, index, some, own[0], &sums[0]);
+      Vector other = {};
+      emptied = take_other(m, index, some, &other);
+      sum = sum_of_two<T>(m, own[0], other);
     } else {
-      sum_slots<T, false, 1, 2>(m, index, index, 0, some, sums);
+      sum = sum_slots<T, false, 2>(m, index, index, some);
     }
-    const Vector total = add_vectors<T>(sums[0], residual);
+    const Vector total = add_vectors<T>(sum, residual);
     const float squares = some ? sum_of_squares<T>(total) : 0.0f;
     team.put(team.thread / 32, Team::combine_lanes(bits_of(squares), Team::AddBits()), places);
     // While the parts are on their way.

@@ -33,13 +33,10 @@ struct ReduceArgs {
   uint32_t fused;  // whether there is an epilogue
   uint32_t blocks;
   uint32_t threads;
-  uint32_t per_thread;  // vectors that a thread deals with at a time, without an epilogue
   uint32_t team;
-  uint32_t patience;
   uint32_t early;  // whether it may start before the kernel before it has ended
   uint32_t lead;   // whether it lets the next one do so
   uint32_t shared_bytes;
-  uint32_t unused;
   Epilogue epilogue;
 };
 
@@ -51,17 +48,23 @@ inline uint32_t steps_of(const ReduceArgs* args) {
   return (args->epilogue.row_vectors + threads - 1) / threads;
 }
 
+// Whether rows stay in registers: every thread has one vector of them.
+inline bool one_vector(const ReduceArgs* args) {
+  return args->fused && !args->two_shots && steps_of(args) == 1 &&
+         Encoding(args->epilogue.encoding) == Encoding::kNone;
+}
+
 template <class T>
 ReduceKernel choose_kernel(const ReduceArgs* args) {
   if (args->fused) {
     if (Encoding(args->epilogue.encoding) == Encoding::kNone) {
       if (args->two_shots) return fused_kernel<T, true, false>;
-      return steps_of(args) == 1 ? vector_kernel<T> : fused_kernel<T, false, false>;
+      if (!one_vector(args)) return fused_kernel<T, false, false>;
+      return args->team == 1 ? vector_kernel<T, true> : vector_kernel<T, false>;
     }
     return args->two_shots ? fused_kernel<T, true, true> : fused_kernel<T, false, true>;
   }
-  if (args->two_shots) return reduce_kernel<T, 1, true>;
-  return args->per_thread == 1 ? reduce_kernel<T, 1, false> : reduce_kernel<T, 2, false>;
+  return args->two_shots ? reduce_kernel<T, true> : reduce_kernel<T, false>;
 }
 
 inline int check_reduce(const ReduceArgs* args) {
@@ -84,20 +87,22 @@ inline int check_reduce(const ReduceArgs* args) {
                "%llu vectors in slots of %llu do not fit half a buffer of %llu",
                (unsigned long long)args->vectors, (unsigned long long)args->slot_vectors,
                (unsigned long long)args->half_vectors);
-  COMM_REQUIRE(args->blocks != 0 && args->threads % 32 == 0 && args->threads != 0 &&
-                   args->threads <= (args->fused ? kFusedThreads : kReduceThreads),
+  COMM_REQUIRE(args->blocks != 0 && args->threads % 32 == 0 && args->threads != 0,
                "%u blocks of %u threads", args->blocks, args->threads);
-  COMM_REQUIRE(args->per_thread == 1 || args->per_thread == 2, "%u vectors a thread",
-               args->per_thread);
   COMM_REQUIRE(args->team != 0 && args->team <= kTeamBlocks && args->blocks % args->team == 0 &&
                    (args->team & (args->team - 1)) == 0 && (args->fused || args->team == 1),
                "%u blocks in teams of %u", args->blocks, args->team);
+  const uint32_t most = !args->fused                          ? kReduceThreads
+                        : one_vector(args) && args->team == 1 ? kRowThreads
+                                                              : kFusedThreads;
+  COMM_REQUIRE(args->threads <= most, "%u threads in a block, at most %u", args->threads, most);
   if (!args->fused) return COMM_OK;
   const uint32_t steps = steps_of(args);
   COMM_REQUIRE(args->tail_bytes == 16 && e.rows * e.row_vectors == args->vectors &&
                    steps * args->team * args->threads <= kTeamParts * 32,
                "%llu rows of %u vectors, %llu in all", (unsigned long long)e.rows, e.row_vectors,
                (unsigned long long)args->vectors);
+  if (one_vector(args)) return COMM_OK;
   uint32_t needed = 2 * steps * args->threads * uint32_t(sizeof(Vector));
   if (Encoding(e.encoding) == Encoding::kGroupFp8) {
     COMM_REQUIRE(e.group_vectors != 0 && e.row_vectors % e.group_vectors == 0,
@@ -138,7 +143,6 @@ inline int launch_reduce(const ReduceArgs* args) {
   params.steps = steps_of(args);
   params.parts = params.steps * args->team * args->threads / 32;
   params.share = args->fused ? 1.0f / float(args->epilogue.hidden) : 0.0f;
-  params.patience = args->patience;
   params.epilogue = args->epilogue;
   ReduceKernel kernel = nullptr;
   switch (ReduceType(args->type)) {
@@ -183,10 +187,10 @@ inline int launch_reduce(const ReduceArgs* args) {
 }  // namespace comm
 
 #define COMM_ALLREDUCE_KERNELS(type)                  \
-  COMM_KERNEL(comm::reduce_kernel<type, 1, false>)    \
-  COMM_KERNEL(comm::reduce_kernel<type, 2, false>)    \
-  COMM_KERNEL(comm::reduce_kernel<type, 1, true>)     \
-  COMM_KERNEL(comm::vector_kernel<type>)              \
+  COMM_KERNEL(comm::reduce_kernel<type, false>)       \
+  COMM_KERNEL(comm::reduce_kernel<type, true>)        \
+  COMM_KERNEL(comm::vector_kernel<type, false>)       \
+  COMM_KERNEL(comm::vector_kernel<type, true>)        \
   COMM_KERNEL(comm::fused_kernel<type, false, false>) \
   COMM_KERNEL(comm::fused_kernel<type, true, false>)  \
   COMM_KERNEL(comm::fused_kernel<type, false, true>)  \

@@ -29,13 +29,13 @@ struct ReduceParams {
   uint32_t lead;  // whether the next kernel may start before this one has ended
   uint32_t team;  // blocks that share a row
   uint32_t teams;
-  uint32_t steps;     // vectors of a row for each thread, at most
-  uint32_t parts;     // groups of 32 vectors of a row, those beyond its end included
-  float share;        // of an element in the mean of a row
-  uint32_t patience;  // nanoseconds between two looks at what has not come
+  uint32_t steps;  // vectors of a row for each thread, at most
+  uint32_t parts;  // groups of 32 vectors of a row, those beyond its end included
+  float share;     // of an element in the mean of a row
   Epilogue epilogue;
 };
 
+constexpr uint32_t kLanes = 32;
 // The part of a timeout that waits for sums have on top of it.
 constexpr uint64_t kSumsShare = 4;
 
@@ -158,6 +158,12 @@ COMM_HD void send_to_all(const Member& m, uint64_t index, uint64_t step, uint32_
   }
 }
 
+// One vector.
+COMM_HD void send_to_all(const Member& m, uint64_t index, const Vector& value) {
+  const Vector values[1] = {value};
+  send_to_all<1>(m, index, 0, 1, values);
+}
+
 // How many of `kVectors` places, each `step` further than the one before, are below `end`.
 template <uint32_t kVectors>
 COMM_HD uint32_t places_below(uint64_t index, uint64_t step, uint64_t end) {
@@ -182,187 +188,134 @@ COMM_HD void load_operands(const ReduceParams& p, uint64_t index, uint64_t step,
   }
 }
 
+// All lanes of a warp: go on together. They leave a wait one by one, as what each waits for comes,
+// and nothing brings them together again by itself; what follows would be run once for each of
+// those groups, so that a warp's stores into peer memory travel in as many pieces.
+COMM_HD void join_lanes() {
+#if defined(__CUDA_ARCH__)
+  __syncwarp();
+#elif defined(COMM_SYNC_WARP)
+  COMM_SYNC_WARP();  // of a host compiler that runs the threads of a block
+#endif
+}
+
 // Wait until `complete()` says that everything is there, or give up. It notes in `m.missing` whom
-// it lacks. The deadline is one moment for all waits of a call, counted from its first one.
+// it lacks. The deadline is one moment for all waits of a call, counted from its first one. All
+// lanes of a warp call it, those that have nothing to wait for as well.
 //
 // A wait for a sum has longer: what it waits for is kept waiting by a rank that has not come, and
 // the wait for that rank's operand is to say so first.
 template <class Complete>
 COMM_HD void await(Member& m, bool for_sums, Complete complete) {
-  if (!m.good()) return;
-#if defined(__CUDA_ARCH__)
-  const uint32_t patience = m.p.patience;
-#endif
-  const SignalBlock* own = own_block(m.call);
-  m.wait = wait_until(
-      [&] {
-        if (complete()) return true;
-#if defined(__CUDA_ARCH__)
-        if (patience != 0) __nanosleep(patience);
-#endif
-        return false;
-      },
-      &own->abort.value, m.call.deadline_ns + (for_sums ? m.p.session.timeout_ns / kSumsShare : 0));
+  if (m.good()) {
+    const uint64_t more_ns = for_sums ? m.p.session.timeout_ns / kSumsShare : 0;
+    m.wait = wait_until(complete, &own_block(m.call)->abort.value, m.call.deadline_ns + more_ns);
+  }
+  join_lanes();
 }
 
-// Wait for the first `count` of `kVectors` vectors, each `step` further than the one before.
-// Returns which of them is missing where this rank does not get all.
-template <uint32_t kVectors>
-COMM_HD uint32_t await_vectors(Member& m, bool for_sums, const Vector* from, uint64_t step,
-                               uint32_t count, Vector (&got)[kVectors]) {
-  uint32_t absent = 0;
+// Wait for the vector at `from`, where `exists`. All lanes of a warp.
+COMM_HD void await_vector(Member& m, bool for_sums, const Vector* from, bool exists, Vector* got) {
   await(m, for_sums, [&] {
-    COMM_UNROLL
-    for (uint32_t i = 0; i < kVectors; ++i) {
-      if (i < count) got[i] = load_vector(from + i * step);
-    }
-    bool all = true;
-    COMM_UNROLL
-    for (uint32_t i = 0; i < kVectors; ++i) {
-      if (i < count && !lamport_complete(got[i])) {
-        all = false;
-        absent = i;
-      }
-    }
-    return all;
+    if (!exists) return true;
+    *got = load_vector(from);
+    return lamport_complete(*got);
   });
-  return absent;
 }
 
-// Add up `kVectors` vectors of all ranks, of which the first `count` exist: vector i is `step`
-// vectors further than the one before, in every slot and in this rank's operand, where the first
-// one is `index`.
-template <class T, bool kTail, uint32_t kVectors, uint32_t kSources>
-COMM_HD void sum_slots(Member& m, uint64_t slot_index, uint64_t index, uint64_t step,
-                       uint32_t count, Vector (&sums)[kVectors]) {
+// Add up one vector of all ranks, where it `exists`: `slot_index` is its place in every slot,
+// `index` that in this rank's operand. `kSources` at a time. All lanes of a warp.
+template <class T, bool kTail, uint32_t kSources>
+COMM_HD Vector sum_slots(Member& m, uint64_t slot_index, uint64_t index, bool exists) {
   using Format = Elements<T>;
-  float total[kVectors][Format::kCount] = {};
+  float total[Format::kCount] = {};
   COMM_NO_UNROLL
   for (uint32_t base = 0; base < m.ranks(); base += kSources) {
-    Vector got[kSources][kVectors];
+    Vector got[kSources];
     Vector* from[kSources];
     COMM_UNROLL
     for (uint32_t k = 0; k < kSources; ++k) {
       const uint32_t sender = base + k;
-      const bool other = sender < m.ranks() && sender != m.rank();
+      const bool other = exists && sender < m.ranks() && sender != m.rank();
       from[k] = other ? m.half + m.slot(sender, m.rank()) + slot_index : nullptr;
-      COMM_UNROLL
-      for (uint32_t i = 0; i < kVectors; ++i) {
-        // Loaded again: it would take registers until here.
-        if (sender == m.rank() && i < count)
-          got[k][i] = load_operand<T, kTail>(m.p, index + i * step);
-      }
+      // Loaded again: it would take registers until here.
+      if (sender == m.rank() && exists) got[k] = load_operand<T, kTail>(m.p, index);
     }
     uint32_t absent = 0;
     await(m, false, [&] {
       COMM_UNROLL
       for (uint32_t k = 0; k < kSources; ++k) {
-        COMM_UNROLL
-        for (uint32_t i = 0; i < kVectors; ++i) {
-          if (from[k] != nullptr && i < count) got[k][i] = load_vector(from[k] + i * step);
-        }
+        if (from[k] != nullptr) got[k] = load_vector(from[k]);
       }
       bool all = true;
       COMM_UNROLL
       for (uint32_t k = 0; k < kSources; ++k) {
-        COMM_UNROLL
-        for (uint32_t i = 0; i < kVectors; ++i) {
-          if (from[k] != nullptr && i < count && !lamport_complete(got[k][i])) {
-            all = false;
-            absent = k;
-          }
+        if (from[k] != nullptr && !lamport_complete(got[k])) {
+          all = false;
+          absent = k;
         }
       }
       return all;
     });
     if (!m.good()) {
+      // The other lanes of the warp may go on, and wait for this one at every step.
       m.note(base + absent);
-      break;
+      continue;
     }
     COMM_UNROLL
     for (uint32_t k = 0; k < kSources; ++k) {
       if (base + k >= m.ranks()) continue;
+      float values[Format::kCount];
+      Format::unpack(got[k], values);
       COMM_UNROLL
-      for (uint32_t i = 0; i < kVectors; ++i) {
-        float values[Format::kCount];
-        Format::unpack(got[k][i], values);
-        COMM_UNROLL
-        for (uint32_t j = 0; j < Format::kCount; ++j) total[i][j] = add_rn(total[i][j], values[j]);
-        if (from[k] != nullptr && i < count) lamport_rearm(from[k] + i * step);
-      }
+      for (uint32_t j = 0; j < Format::kCount; ++j) total[j] = add_rn(total[j], values[j]);
+      if (from[k] != nullptr) lamport_rearm(from[k]);
     }
   }
-  COMM_UNROLL
-  for (uint32_t i = 0; i < kVectors; ++i)
-    sums[i] = m.good() ? Format::pack(total[i]) : missing_vector(m.p);
+  return m.good() ? Format::pack(total) : missing_vector(m.p);
 }
 
-// sum_slots for two ranks: nothing to go through and no order to keep, so there is less to do
-// between the peer's last word and the sum. Either order gives the same bits: neither operand is
-// ever -0.0, and all NaNs become the same one.
-template <class T, bool kTail, uint32_t kVectors>
-COMM_HD void sum_of_two(Member& m, uint64_t index, uint64_t step, uint32_t count,
-                        Vector (&sums)[kVectors]) {
+// What the other one of two ranks has sent. Returns where it lay, for the caller to empty; null
+// where nothing has come. All lanes of a warp.
+COMM_HD Vector* take_other(Member& m, uint64_t index, bool exists, Vector* got) {
   const uint32_t peer = 1 - m.rank();
   Vector* from = m.half + m.slot(peer, m.rank()) + index;
-  // Under way while the peer is waited for, so not encoded before.
-  Vector own[kVectors] = {}, got[kVectors] = {};
-  COMM_UNROLL
-  for (uint32_t i = 0; i < kVectors; ++i) {
-    if (i < count) own[i] = load_words<kTail>(m.p, index + i * step);
-  }
-  await_vectors<kVectors>(m, false, from, step, count, got);
+  await_vector(m, false, from, exists, got);
   if (!m.good()) m.note(peer);
-  COMM_UNROLL
-  for (uint32_t i = 0; i < kVectors; ++i) {
-    sums[i] = m.good() ? add_vectors<T>(Elements<T>::encode(own[i]), got[i]) : missing_vector(m.p);
-    if (m.good() && i < count) lamport_rearm(from + i * step);
-  }
+  return m.good() && exists ? from : nullptr;
 }
 
-// One vector of it, where `some`: `own` is this rank's operand as the others receive it. Returns
-// what the caller empties; null where nothing has come.
+// Its sum with this rank's own, which is as the others receive it. Either order gives the same
+// bits: neither operand is ever -0.0, and all NaNs become the same one.
 template <class T>
-COMM_HD Vector* take_other(Member& m, uint64_t index, bool some, const Vector& own, Vector* sum) {
-  const uint32_t peer = 1 - m.rank();
-  Vector* from = m.half + m.slot(peer, m.rank()) + index;
-  Vector got[1] = {};
-  if (some) await_vectors<1>(m, false, from, 0, 1, got);
-  if (!m.good()) {
-    m.note(peer);
-    *sum = missing_vector(m.p);
-    return nullptr;
-  }
-  *sum = add_vectors<T>(own, got[0]);
-  return some ? from : nullptr;
+COMM_HD Vector sum_of_two(const Member& m, const Vector& own, const Vector& other) {
+  return m.good() ? add_vectors<T>(own, other) : missing_vector(m.p);
 }
 
-// The sums of one shot, where `index` is that of a slot too.
-template <class T, bool kTail, uint32_t kVectors, uint32_t kSources>
-COMM_HD void sum_all(Member& m, uint64_t index, uint64_t step, uint32_t count,
-                     Vector (&sums)[kVectors]) {
-  if (m.ranks() == 2) {
-    sum_of_two<T, kTail, kVectors>(m, index, step, count, sums);
-  } else {
-    sum_slots<T, kTail, kVectors, kSources>(m, index, index, step, count, sums);
-  }
+// The sum of one shot, where `index` is that of a slot too. All lanes of a warp.
+template <class T, bool kTail, uint32_t kSources>
+COMM_HD Vector sum_all(Member& m, uint64_t index, bool exists) {
+  if (m.ranks() != 2) return sum_slots<T, kTail, kSources>(m, index, index, exists);
+  // Nothing to go through and no order to keep, so there is less to do between the peer's last word
+  // and the sum. The operand is under way while the peer is waited for, so it is encoded after.
+  const Vector own = exists ? load_words<kTail>(m.p, index) : Vector{};
+  Vector got = {};
+  Vector* from = take_other(m, index, exists, &got);
+  if (from != nullptr) lamport_rearm(from);
+  return sum_of_two<T>(m, Elements<T>::encode(own), got);
 }
 
-// The sums of the second shot.
-template <uint32_t kVectors>
-COMM_HD void take_sums(Member& m, uint64_t index, uint64_t step, uint32_t count,
-                       Vector (&sums)[kVectors]) {
+// The sum of the second shot. All lanes of a warp.
+COMM_HD Vector take_sum(Member& m, uint64_t index, bool exists) {
   Vector* from = m.half + m.sums() + index;
-  const uint32_t absent = await_vectors<kVectors>(m, true, from, step, count, sums);
-  if (!m.good()) m.note(m.owner(index + absent * step));
-  COMM_UNROLL
-  for (uint32_t i = 0; i < kVectors; ++i) {
-    if (!m.good()) {
-      sums[i] = missing_vector(m.p);
-    } else if (i < count) {
-      lamport_rearm(from + i * step);
-    }
+  Vector sum = {};
+  await_vector(m, true, from, exists, &sum);
+  if (!m.good()) {
+    m.note(m.owner(index));
+    return missing_vector(m.p);
   }
+  if (exists) lamport_rearm(from);
+  return sum;
 }
 
 // The first shot of two: contributions to the parts that others own. Thread `thread` of `threads`.
@@ -390,24 +343,31 @@ COMM_HD void scatter_operand(const Member& m, uint64_t thread, uint64_t threads)
   }
 }
 
-// The sums of the part that this rank owns, for everybody.
+// Whether this round of a loop in which threads take places in turn, neighbours neighbouring ones,
+// has a place for a lane of this thread's warp: its lanes wait together, so they stay in the loop
+// together.
+COMM_HD bool warp_has_any(uint64_t place, uint64_t end) { return place / kLanes * kLanes < end; }
+
+// The sums of the part that this rank owns, for everybody. All threads of a launch.
 template <class T, bool kTail, uint32_t kSources>
 COMM_HD void reduce_own_part(Member& m, uint64_t thread, uint64_t threads) {
   const uint64_t part = m.p.slot_vectors, first = m.rank() * part;
   const uint64_t end = first + part < m.p.vectors ? first + part : m.p.vectors;
+  const uint64_t count = end > first ? end - first : 0;
   COMM_NO_UNROLL
-  for (uint64_t index = first + thread; index < end; index += threads) {
-    Vector sum[1];
+  for (uint64_t place = thread; warp_has_any(place, count); place += threads) {
+    const bool exists = place < count;
+    const uint64_t index = first + place;
     // Under way while the operands are waited for.
     const bool told = aborted(m.call);
-    sum_slots<T, kTail, 1, kSources>(m, index - first, index, 0, 1, sum);
+    const Vector sum = sum_slots<T, kTail, kSources>(m, place, index, exists);
     if (told) m.wait = Wait::kAborted;
-    if (!m.good()) return;
+    if (!m.good() || !exists) continue;
     uint32_t peer = m.rank();
     COMM_NO_UNROLL
     for (uint32_t number = 0; number < m.ranks(); ++number) {
       if (++peer == m.ranks()) peer = 0;
-      lamport_publish(m.at(peer) + m.sums() + index, sum[0]);
+      lamport_publish(m.at(peer) + m.sums() + index, sum);
     }
   }
 }
