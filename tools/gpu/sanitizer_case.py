@@ -100,8 +100,11 @@ _BACKENDS: dict[str, tuple[tuple[str, dict[str, Any], str], ...]] = {
     "pcie": (("pcie", {}, ""),),
     "mnnvl": (("mnnvl", {}, ""),),
     "allreduce": (),
+    "lowp": (),
 }
 """Name of a case -> backend, arguments, and bytes from which on NVLink uses the copy engines."""
+_PLUGINS: dict[str, tuple[str, ...]] = {"windows": (), "allreduce": ("nvlink",), "lowp": ("nvlink", "lowp")}
+"""Name of a case -> what it needs, where that is not the plugin of its name."""
 
 
 def all_reduces(backend: str, device: torch.device) -> None:
@@ -124,18 +127,42 @@ def all_reduces(backend: str, device: torch.device) -> None:
             allreduce_cases.assert_right(case, operands, made)
 
 
+def low_precision(backend: str, group: Any, device: torch.device) -> None:
+    """Encode Q, K and V, store them into the peers' windows and compare every byte, in each layout."""
+    from comm_lowp.sage2.grid import LAYOUTS
+    from comm_lowp.testing import cases, oracle
+
+    rank, ranks = group.rank(), group.size()
+    for layout in sorted(LAYOUTS):
+        # The last row is padding, and no rank's rows fill its groups.
+        case = cases.Case(ranks=ranks, batch=2, used=ranks * 65 - 1, layout=layout)
+        inputs = cases.make(case)
+        mine = [x[:, rank * case.rows : (rank + 1) * case.rows].to(device) for x in inputs]
+        os.environ |= {"COMM_LOWP_LAYOUT": layout, "COMM_LOWP_KERNELS": "require"}
+        with UlyssesCommunicator(
+            group, backend=backend, max_bytes=3 * mine[0].nbytes, dtype=case.dtype, device=device
+        ) as comm:
+            workspace = comm.prepare_qkv(mine[0].shape, used_sequence=case.used)
+            encoded = comm.scatter_qkv(*mine, workspace=workspace)
+            mean = oracle.mean_of(inputs[1], ranks, case.used)
+            expected = oracle.encode(*inputs, layout, case.used, mean)
+            for name in ("q", "k", "v", "q_scale", "k_scale", "v_scale"):
+                want = oracle.heads_of(name, expected[name], ranks, rank)
+                oracle.assert_same_bytes(getattr(encoded, name), want, f"{layout} {name}")
+
+
 def register(name: str) -> None:
     """Register the plugin of a source tree that is not installed."""
     from importlib.metadata import entry_points
 
     if not entry_points(group="comm_core.v1", name=name):
-        plugins.register("sanitizer case", importlib.import_module(f"comm_{name}.plugin").plugin)
+        plugins.register(f"sanitizer case, {name}", importlib.import_module(f"comm_{name}.plugin").plugin)
 
 
 def run_rank(rank: int, ranks: int, store: Any, case: str) -> None:
     """Run everything once, by each of the case's routes."""
-    if case != "windows":
-        register("nvlink" if case == "allreduce" else case)
+    for name in _PLUGINS.get(case, (case,)):
+        register(name)
     # Transports may say that they are experimental.
     warnings.simplefilter("ignore", UserWarning)
     device = device_of(rank)
@@ -159,6 +186,8 @@ def run_rank(rank: int, ranks: int, store: Any, case: str) -> None:
                 small_gather(comm)
     if case == "allreduce":
         all_reduces("trtllm", device)
+    if case == "lowp":
+        low_precision("nvlink", dist.group.WORLD, device)
     dist.destroy_process_group()
     print(f"rank {rank}: ok", flush=True)
 

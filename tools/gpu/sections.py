@@ -195,6 +195,7 @@ _SANITIZED: Mapping[str, tuple[int, ...]] = {
     "pcie": (2, 4, 8),
     "mnnvl": (2, 4, 8),
     "allreduce": (2, 4, 8),
+    "lowp": (2, 4),
 }
 """Case of `gpu.sanitizer_case` -> how many ranks it is run with."""
 _PLANTED = "a planted error"
