@@ -428,6 +428,10 @@ def test_the_benchmark_of_exchanges_is_commctl_s(
         if "allreduce" in command:
             file.write_text(json.dumps({"errors": [], "left_out": [], "rows": [], "ranks": 2, "hidden": 8192}))
             return processes.Done(0, 1.0, log)
+        if "lowp" in command:
+            rates = {"read_bytes_per_s": 4e12, "copy_bytes_per_s": 4e12}
+            file.write_text(json.dumps({"rows": [], "ranks": 2, "bandwidth": rates}))
+            return processes.Done(0, 1.0, log)
         if "ulysses" not in command:
             file.write_text(json.dumps({"errors": {}, "barriers": {}, "overhead": None, "took": {}}))
             return processes.Done(0, 1.0, log)
@@ -443,9 +447,13 @@ def test_the_benchmark_of_exchanges_is_commctl_s(
     section = report.Section("bench-links", "B")
     sections.bench_links(sections.Context(tmp_path, {}, 2, True), section)
     assert section.status == status and len(section.why) == (status == "failed")
-    assert [table.title for table in section.tables] == ["Exchange of heads"]
+    assert [table.title for table in section.tables if table.rows] == ["Exchange of heads"]
     assert commands[1][3:9] == ["bench", "ulysses", "--where", "links", "--ranks", "2"] and "--quick" in commands[1]
     assert commands[2][3:9] == ["bench", "allreduce", "--where", "links", "--ranks", "2"] and "--quick" in commands[2]
+    assert [command[3:9] for command in commands[3:]] == [
+        ["bench", "lowp", "--quick", "--json", str(tmp_path / "bench-lowp-passes-links.json")],
+        ["bench", "lowp", "--quick", "--where", "links", "--ranks"],
+    ]
 
 
 def test_the_all_reduce_has_a_table_and_its_goals():
@@ -468,6 +476,39 @@ def test_the_all_reduce_has_a_table_and_its_goals():
     ]
     (table,) = section.tables
     assert all(len(row) == len(table.columns) for row in table.rows)
+
+
+def test_low_precision_has_tables_and_its_goals():
+    section = report.Section("bench-links", "B")
+    passes = {"problem": "P", "us": 12.5, "best_us": 12.0, "host_us": 9.0}
+    rows = [
+        {**passes, "pass": "statistics", "floor_us": 10.0, "over_floor": 1.25, "goal": 1.2},
+        {**passes, "pass": "finalize", "floor_us": None, "over_floor": None, "goal": None},
+    ]
+    rates = {"read_bytes_per_s": 4.2e12, "copy_bytes_per_s": 3.9e12}
+    bench_rows.add_lowp_passes(section, {"rows": rows, "bandwidth": rates})
+    exchange = {
+        "problem": "P",
+        "transport": "nvlink",
+        "route": "direct",
+        "layout": "sage2_sm90",
+        "scatter_qkv": 60.0,
+        "graph": None,
+        "exchange and quantize": 100.0,
+        "ratio": 0.6,
+        "goal": 0.75,
+        "host": 41.0,
+        "host_goal": 40.0,
+    }
+    bench_rows.add_lowp_exchange(section, {"rows": [exchange, {**exchange, "transport": "windows"}], "ranks": 2})
+    assert [(goal.name, goal.value, goal.verdict) for goal in section.goals] == [
+        ("statistics, P", 1.25, "missed"),
+        ("scatter_qkv, nvlink, P", 0.6, "met"),
+        ("scatter_qkv, nvlink, P, host", 41.0, "missed"),
+        ("scatter_qkv, windows, P, host", 41.0, "missed"),
+    ]
+    assert all(len(row) == len(table.columns) for table in section.tables for row in table.rows)
+    assert "reads 4200 GB/s" in section.tables[0].note
 
 
 def test_an_interrupt_ends_a_part_and_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -122,6 +122,47 @@ def add_allreduce(section: Section, found: Mapping[str, Any]) -> None:
         section.tables.append(Table("All-reduce", columns, _rounded(rows), note))
 
 
+def add_lowp_passes(section: Section, found: Mapping[str, Any]) -> None:
+    """Add the document of ``commctl bench lowp`` as a table and goals to `section`."""
+    columns = ["problem", "pass", "us", "floor", "/ floor", "host"]
+    rows: list[list[Any]] = []
+    for row in found["rows"]:
+        rows.append([row[name] for name in ("problem", "pass", "us", "floor_us", "over_floor", "host_us")])
+        if row["goal"] is not None:
+            goal = Goal(f"{row['pass']}, {row['problem']}", row["over_floor"], row["goal"], "x floor")
+            section.goals.append(goal)
+    reads, copies = (found["bandwidth"][f"{name}_bytes_per_s"] / 1e9 for name in ("read", "copy"))
+    note = (
+        f"Microseconds on one GPU, whose memory reads {reads:.0f} GB/s and copies {copies:.0f} (read and written): "
+        "the floor is what a pass must move at that rate."
+    )
+    section.tables.append(Table("Passes of low precision", columns, _rounded(rows), note))
+
+
+def add_lowp_exchange(section: Section, found: Mapping[str, Any]) -> None:
+    """Add the document of ``commctl bench lowp --ranks`` as a table and goals to `section`."""
+    names = (
+        "problem",
+        "transport",
+        "route",
+        "layout",
+        "scatter_qkv",
+        "graph",
+        "exchange and quantize",
+        "ratio",
+        "host",
+    )
+    for row in found["rows"]:
+        what = f"scatter_qkv, {row['transport']}, {row['problem']}"
+        # The goals are a link's; ranks that share a GPU move their bytes within its memory.
+        if row["transport"] == "nvlink":
+            section.goals.append(Goal(what, row["ratio"], row["goal"], "x of what it replaces"))
+        section.goals.append(Goal(f"{what}, host", row["host"], row["host_goal"], "us"))
+    rows = [[row[name] for name in names] for row in found["rows"]]
+    note = f"Microseconds, {found['ranks']} ranks; it replaces three exchanges of 16 bits and a quantization."
+    section.tables.append(Table("Exchange in low precision", list(names), _rounded(rows), note))
+
+
 def _round(value: float | None) -> float | None:
     return None if value is None else round(value, 3)
 

@@ -158,7 +158,7 @@ def links(context: Context, section: Section) -> None:
     if context.gpus < 2:
         section.status, section.why = "skipped", ["there is one GPU"]
         return
-    sizes = ",".join(map(str, sorted({2, context.gpus, 8})))
+    sizes = ",".join(map(str, sorted({2, context.gpus} if context.quick else {2, context.gpus, 8})))
     folders = _test_folders(context)
     found = [path for name in _PLAIN for folder in folders for path in sorted((ROOT / folder).glob(name))]
     plain = [str(path.relative_to(ROOT)) for path in found]
@@ -169,7 +169,9 @@ def links(context: Context, section: Section) -> None:
         _note_mps(section, service)
         inside = replace(context, environment=service.environment).changed(GPU_CHECK_SIZES=sizes)
         options = [_KILLS, *(f"--ignore-glob=*{name}" for name in _PLAIN), *_less(context)]
-        _pytest(inside, section, "across GPUs", folders, 75 if context.quick else 300, *options)
+        for folder in folders:
+            name = f"across GPUs, {Path(folder).parts[-3]}"
+            _pytest(inside, section, name, [folder], 110 if context.quick else 300, *options)
 
 
 def kill(context: Context, section: Section) -> None:
@@ -349,6 +351,7 @@ def _bench(context: Context, section: Section, where: str) -> None:
     if done.code != 0 and (found is None or not found["errors"]):
         section.fail(f"commctl bench ulysses: {done.verdict}")
     _bench_allreduce(context, section, where)
+    _bench_lowp(context, section, where)
 
 
 def _bench_allreduce(context: Context, section: Section, where: str) -> None:
@@ -362,6 +365,20 @@ def _bench_allreduce(context: Context, section: Section, where: str) -> None:
         bench_rows.add_allreduce(section, found)
     if done.code != 0 and (found is None or not found["errors"]):
         section.fail(f"commctl bench allreduce: {done.verdict}")
+
+
+def _bench_lowp(context: Context, section: Section, where: str) -> None:
+    """Time the passes of low precision on one GPU, and its exchange between two ranks."""
+    for name, words in (("passes", []), ("exchange", ["--where", where, "--ranks", "2"])):
+        results = context.folder / f"bench-lowp-{name}-{where}.json"
+        command = [sys.executable, "-c", _COMMCTL, "bench", "lowp", "--quick", *words, "--json", str(results)]
+        done = context.run(f"bench, low precision, {name}, {where}", command, 60)
+        found = _read_json(results)
+        if found is not None:
+            add = bench_rows.add_lowp_passes if name == "passes" else bench_rows.add_lowp_exchange
+            add(section, found)
+        if done.code != 0:
+            section.fail(f"commctl bench lowp, {name}: {done.verdict}")
 
 
 def add_windows(section: Section, found: Mapping[str, Any], shared: bool) -> None:
