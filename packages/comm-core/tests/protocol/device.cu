@@ -32,8 +32,8 @@ __global__ void barrier_protocol_kernel(const __grid_constant__ Call call, Outco
   *outcome = barrier(call);
 }
 
-template __global__ void reduce_kernel<Float32, 2, false>(const __grid_constant__ ReduceParams);
-template __global__ void reduce_kernel<Bfloat16, 1, true>(const __grid_constant__ ReduceParams);
+template __global__ void reduce_kernel<Float32, false>(const __grid_constant__ ReduceParams);
+template __global__ void reduce_kernel<Bfloat16, true>(const __grid_constant__ ReduceParams);
 
 // The host half of a .cu file waits as well, and its waits end.
 Wait wait_on_host(const uint32_t* flag, const uint32_t* abort) {

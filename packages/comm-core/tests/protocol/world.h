@@ -171,9 +171,7 @@ struct Reduction {
       comm::scatter_operand<T, true>(m, block, blocks);
     } else if (m.good()) {
       for (uint64_t index = block; index < p.vectors; index += blocks) {
-        comm::Vector own[1];
-        comm::load_operands<T, true, 1>(p, index, 0, 1, own);
-        comm::send_to_all<1>(m, index, 0, 1, own);
+        comm::send_to_all(m, index, comm::load_operand<T, true>(p, index));
       }
     }
     comm::count_block(m, blocks);
@@ -182,13 +180,9 @@ struct Reduction {
     if (p.two_shots) comm::reduce_own_part<T, true, 2>(m, block, blocks);
     at(2);
     for (uint64_t index = block; index < p.vectors; index += blocks) {
-      comm::Vector sums[1];
-      if (p.two_shots) {
-        comm::take_sums<1>(m, index, 0, 1, sums);
-      } else {
-        comm::sum_all<T, true, 1, 4>(m, index, 0, 1, sums);
-      }
-      comm::store_output(p, index, sums[0]);
+      const comm::Vector sum =
+          p.two_shots ? comm::take_sum(m, index, true) : comm::sum_all<T, true, 4>(m, index, true);
+      comm::store_output(p, index, sum);
     }
     comm::leave_call(m);
     return m.wait;
