@@ -23,7 +23,7 @@ import torch
 
 from comm_core import create_allreduce_fusion_workspace, plugins
 from comm_core.allreduce import launch as launches
-from comm_core.allreduce.launch import Launch, Shape
+from comm_core.allreduce.launch import Launch, Settings, Shape
 from comm_core.allreduce.module import NO_EPILOGUE, Epilogue
 
 dist: Any = importlib.import_module("torch.distributed")
@@ -71,10 +71,12 @@ def plain_launches(shape: Shape, sms: int) -> Iterator[Launch]:
         yield made
 
 
-def fused_launches(rows: int, row_vectors: int, sms: int) -> Iterator[Launch]:
+def fused_launches(rows: int, row_vectors: int, settings: Settings, two_shots: bool) -> Iterator[Launch]:
     """Launches of a sum with residual and norm."""
-    if row_vectors <= launches.ROW_THREADS:
-        yield launches.whole_rows(rows, row_vectors, sms)
+    sms = settings.sms
+    whole = None if two_shots else launches.whole_rows(rows, row_vectors, settings)
+    if whole is not None:
+        yield whole
     seen: set[tuple[int, int, int]] = set()
     for team, more, share in itertools.product((1, 2, 4, 8), (0, 1, 2), (0.5, 1, 2, 3)):
         steps = -(-row_vectors // (team * launches.FUSED_THREADS)) + more
@@ -126,7 +128,7 @@ def rank_main(rank: int, ranks: int, port: int, options: argparse.Namespace) -> 
                     epilogue = NO_EPILOGUE
                 else:
                     chosen = launches.fused_launch(tokens, row_vectors, session.settings, two_shots=not one)
-                    ways = [chosen, *fused_launches(tokens, row_vectors, sms)]
+                    ways = [chosen, *fused_launches(tokens, row_vectors, session.settings, not one)]
                     epilogue = Epilogue(
                         residual_in=residual.data_ptr(), residual_out=out.data_ptr(), gamma=gamma.data_ptr(),
                         norm_out=norm.data_ptr(), eps=1e-6, rows=tokens, row_vectors=row_vectors, hidden=_HIDDEN,

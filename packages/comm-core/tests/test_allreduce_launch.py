@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import comm_core
@@ -103,8 +104,13 @@ def test_fused_launches_fit_the_device(rows: int, row_vectors: int, blocks: int,
 @given(
     rows=st.integers(1, 5000), row_vectors=st.integers(1, 3072), blocks=st.integers(1, 600), clusters=st.booleans()
 )
+@example(rows=3, row_vectors=1025, blocks=3, clusters=False)
 def test_launches_with_a_norm_alone_fit_the_device(rows: int, row_vectors: int, blocks: int, clusters: bool) -> None:
     settings = Settings(blocks, clusters)
+    shared = launch.fused_launch(rows, row_vectors, replace(settings, shared=True))
+    # Half a multiprocessor each, and no more than there may be.
+    assert shared.threads <= launch.ROW_THREADS // 2
+    assert shared.blocks <= blocks
     made = launch.fused_launch(rows, row_vectors, settings)
     steps = -(-row_vectors // (made.team * made.threads))
     assert made.blocks % made.team == 0
@@ -114,8 +120,8 @@ def test_launches_with_a_norm_alone_fit_the_device(rows: int, row_vectors: int, 
     whole = steps == 1 and made.team == 1
     assert made.threads <= (launch.ROW_THREADS if whole else launch.FUSED_THREADS)
     assert steps == 1 or made.shared_bytes >= 2 * steps * made.threads * 16
-    # On each of half as many multiprocessors as there may be blocks: the registers of 1024 threads.
-    most = settings.sms * launch.ROW_THREADS if whole else 2 * settings.sms * launch.FUSED_THREADS
+    # Whole rows have the registers of 1024 threads on each of half as many multiprocessors as there may be blocks.
+    most = settings.sms * launch.ROW_THREADS if whole else blocks * launch.FUSED_THREADS
     assert made.blocks * made.threads <= max(most, made.team * made.threads)
     # A row that fits a block is never gone through in steps, where nothing has to be kept for an encoding.
     assert steps == 1 or row_vectors > launch.ROW_THREADS
@@ -164,7 +170,7 @@ def test_settings_follow_from_the_facts() -> None:
     """All ranks' blocks that share a device are on it at once, those of the next call too; the smallest counts."""
     assert settings_of(facts(["a", "b"]), [132, 132]) == Settings(264, clusters=True)
     assert settings_of(facts(["a", "b"]), [132, 108]) == Settings(216, clusters=True)
-    assert settings_of(facts(["a"] * 8), [132] * 8) == Settings(16, clusters=True)
+    assert settings_of(facts(["a"] * 8), [132] * 8) == Settings(16, clusters=True, shared=True)
     assert settings_of(facts(["a"] * 3 + ["b"]), [132] * 4).blocks == 44
     assert settings_of(facts(["a", "b"], "8.0"), [108, 108]) == Settings(216, clusters=False)
     assert settings_of(facts(["a", "b"], ""), [0, 132]) == Settings(168, clusters=False)

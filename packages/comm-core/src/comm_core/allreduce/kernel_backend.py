@@ -44,7 +44,8 @@ def settings_of(facts: Sequence[RankFacts], sms: Sequence[int]) -> Settings:
     # of each rank's next call may be there already, waiting for this one's end.
     blocks = PER_SM * own if sharing == 1 else max(1, PER_SM * own // (2 * sharing))
     majors = [record.device.compute_capability.split(".")[0] for record in facts]
-    return Settings(blocks, clusters=all(major.isdigit() and int(major) >= _CLUSTERS for major in majors))
+    clusters = all(major.isdigit() and int(major) >= _CLUSTERS for major in majors)
+    return Settings(blocks, clusters=clusters, shared=sharing > 1)
 
 
 class WindowAllReduce(AllReduceBackend):

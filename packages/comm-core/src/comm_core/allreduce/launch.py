@@ -85,11 +85,14 @@ class Settings:
         blocks: that are all on the device at once, two to a multiprocessor, whatever else the ranks run there.
         clusters: whether every rank's device has clusters.
         trade_bytes: see `one_shot_limit`.
+        shared: whether ranks share a device. Then no block may need more than half a multiprocessor: one that needs
+            all of it would wait for the smaller blocks of other ranks to leave, and they for it.
     """
 
     blocks: int
     clusters: bool = False
     trade_bytes: int = _TRADE_BYTES
+    shared: bool = False
 
     @property
     def sms(self) -> int:
@@ -234,10 +237,16 @@ def fits_a_block(row_vectors: int, group_vectors: int = 0) -> bool:
     return shared_bytes(row_vectors, 1, row_threads(row_vectors, 1), group_vectors) <= MAX_SHARED_BYTES
 
 
-def whole_rows(rows: int, row_vectors: int, sms: int) -> Launch:
-    """Return the launch of a sum with an epilogue that has a block for a row, a thread for each vector of it."""
+def whole_rows(rows: int, row_vectors: int, settings: Settings) -> Launch | None:
+    """Return the launch of a sum with an epilogue that has a block for a row, a thread for each vector of it.
+
+    None where a block has no room for that.
+    """
     threads = _up(row_vectors, 32)
-    return Launch(min(rows, sms * min(_FEW_BLOCKS, ROW_THREADS // threads)), threads)
+    if threads > (ROW_THREADS // PER_SM if settings.shared else ROW_THREADS):
+        return None
+    most = settings.blocks if settings.shared else settings.sms * min(_FEW_BLOCKS, ROW_THREADS // threads)
+    return Launch(min(rows, most), threads)
 
 
 def fused_launch(
@@ -267,8 +276,9 @@ def fused_launch(
     # More blocks than groups of 32 vectors would have nothing to do.
     fits = [size for size in _TEAMS if teams and rows * size <= settings.blocks and row_vectors >= 32 * size]
     team = max(fits, default=1)
-    if in_registers and row_vectors <= ROW_THREADS and (row_vectors <= _SHORT_ROW or team < 4):
-        return whole_rows(rows, row_vectors, settings.sms)
+    whole = whole_rows(rows, row_vectors, settings) if in_registers else None
+    if whole is not None and (row_vectors <= _SHORT_ROW or team < 4):
+        return whole
     if teams and not fits:
         # Many rows: teams for what each block has in flight, the fewer the more there is.
         many = 4 if rows * row_vectors * VECTOR_BYTES <= _LARGE_BYTES else 2

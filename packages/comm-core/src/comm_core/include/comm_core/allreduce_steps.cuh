@@ -199,28 +199,48 @@ COMM_HD void join_lanes() {
 #endif
 }
 
-// Wait until `complete()` says that everything is there, or give up. It notes in `m.missing` whom
-// it lacks. The deadline is one moment for all waits of a call, counted from its first one. All
-// lanes of a warp call it, those that have nothing to wait for as well.
+// The end of a call in every thread: who has waited in vain tells everybody.
+COMM_HD void leave_call(const Member& m) {
+  if (m.good()) return;
+  const bool late = m.wait == Wait::kTimedOut;
+  // In two shots, what is missing may be waiting for a third rank.
+  stop(m.call, m.wait, late && m.p.two_shots ? culprit(m.call, m.missing) : m.missing);
+}
+
+// Wait until `complete()` says that everything is there, or give up; `absent()` is whom it lacks.
+// The deadline is one moment for all waits of a call, counted from its first one. All lanes of a
+// warp call it, those that have nothing to wait for as well.
+//
+// Who has waited in vain says so before it joins the others of its warp: they may wait longer, for
+// a sum that is late for the same reason, and would name the wrong rank.
 //
 // A wait for a sum has longer: what it waits for is kept waiting by a rank that has not come, and
 // the wait for that rank's operand is to say so first.
-template <class Complete>
-COMM_HD void await(Member& m, bool for_sums, Complete complete) {
+template <class Complete, class Absent>
+COMM_HD void await(Member& m, bool for_sums, Complete complete, Absent absent) {
   if (m.good()) {
     const uint64_t more_ns = for_sums ? m.p.session.timeout_ns / kSumsShare : 0;
     m.wait = wait_until(complete, &own_block(m.call)->abort.value, m.call.deadline_ns + more_ns);
+    if (!m.good()) {
+      m.note(absent());
+      leave_call(m);
+    }
   }
   join_lanes();
 }
 
 // Wait for the vector at `from`, where `exists`. All lanes of a warp.
-COMM_HD void await_vector(Member& m, bool for_sums, const Vector* from, bool exists, Vector* got) {
-  await(m, for_sums, [&] {
-    if (!exists) return true;
-    *got = load_vector(from);
-    return lamport_complete(*got);
-  });
+template <class Absent>
+COMM_HD void await_vector(Member& m, bool for_sums, const Vector* from, bool exists, Vector* got,
+                          Absent absent) {
+  await(
+      m, for_sums,
+      [&] {
+        if (!exists) return true;
+        *got = load_vector(from);
+        return lamport_complete(*got);
+      },
+      absent);
 }
 
 // Add up one vector of all ranks, where it `exists`: `slot_index` is its place in every slot,
@@ -242,7 +262,7 @@ COMM_HD Vector sum_slots(Member& m, uint64_t slot_index, uint64_t index, bool ex
       if (sender == m.rank() && exists) got[k] = load_operand<T, kTail>(m.p, index);
     }
     uint32_t absent = 0;
-    await(m, false, [&] {
+    auto complete = [&] {
       COMM_UNROLL
       for (uint32_t k = 0; k < kSources; ++k) {
         if (from[k] != nullptr) got[k] = load_vector(from[k]);
@@ -256,12 +276,10 @@ COMM_HD Vector sum_slots(Member& m, uint64_t slot_index, uint64_t index, bool ex
         }
       }
       return all;
-    });
-    if (!m.good()) {
-      // The other lanes of the warp may go on, and wait for this one at every step.
-      m.note(base + absent);
-      continue;
-    }
+    };
+    await(m, false, complete, [&] { return base + absent; });
+    // The other lanes of the warp may go on, and wait for this one at every step.
+    if (!m.good()) continue;
     COMM_UNROLL
     for (uint32_t k = 0; k < kSources; ++k) {
       if (base + k >= m.ranks()) continue;
@@ -280,8 +298,7 @@ COMM_HD Vector sum_slots(Member& m, uint64_t slot_index, uint64_t index, bool ex
 COMM_HD Vector* take_other(Member& m, uint64_t index, bool exists, Vector* got) {
   const uint32_t peer = 1 - m.rank();
   Vector* from = m.half + m.slot(peer, m.rank()) + index;
-  await_vector(m, false, from, exists, got);
-  if (!m.good()) m.note(peer);
+  await_vector(m, false, from, exists, got, [&] { return peer; });
   return m.good() && exists ? from : nullptr;
 }
 
@@ -309,11 +326,8 @@ COMM_HD Vector sum_all(Member& m, uint64_t index, bool exists) {
 COMM_HD Vector take_sum(Member& m, uint64_t index, bool exists) {
   Vector* from = m.half + m.sums() + index;
   Vector sum = {};
-  await_vector(m, true, from, exists, &sum);
-  if (!m.good()) {
-    m.note(m.owner(index));
-    return missing_vector(m.p);
-  }
+  await_vector(m, true, from, exists, &sum, [&] { return m.owner(index); });
+  if (!m.good()) return missing_vector(m.p);
   if (exists) lamport_rearm(from);
   return sum;
 }
@@ -390,14 +404,6 @@ COMM_HD void count_block(const Member& m, uint32_t blocks) {
   // Read by this rank's next kernel, which does not look before this one has ended.
   store_relaxed(&own->exits.value, 0);
   store_relaxed(&own->epoch.value, m.call.epoch);
-}
-
-// The end of a call in every thread: who has waited in vain tells everybody.
-COMM_HD void leave_call(const Member& m) {
-  if (m.good()) return;
-  const bool late = m.wait == Wait::kTimedOut;
-  // In two shots, what is missing may be waiting for a third rank.
-  stop(m.call, m.wait, late && m.p.two_shots ? culprit(m.call, m.missing) : m.missing);
 }
 
 }  // namespace comm
