@@ -114,6 +114,8 @@ def all_reduces(backend: str, device: torch.device) -> None:
         for one in (True, False)
         for pattern, tokens, group in ((1, 3, 128), (5, 2, 128), (9, 3, 64), (9, 2, 512), (11, 5, 128))
     ]
+    # Shared by the blocks of a cluster, where there are some; the shorter rows have a block each.
+    every += [Case(1, 1, 8192, torch.bfloat16, use_oneshot=True)]
     every += [Case(0, 1, size, torch.bfloat16, use_oneshot=one) for size in (5, 4099) for one in (True, False)]
     with create_allreduce_fusion_workspace(
         backend, max_token_num=8, hidden_dim=2048, dtype=torch.bfloat16, device=device, force_oneshot_support=True

@@ -115,6 +115,13 @@ def _less(context: Context) -> list[str]:
     return ["-k", "not leak and not cycles"] if context.quick else []
 
 
+def _test_package(context: Context, section: Section, where: str, folder: str, *options: str) -> None:
+    """Run the tests of one package."""
+    limit = 110 if context.quick else 300
+    name = f"{where}, {Path(folder).parts[-3]}"
+    _pytest(context, section, name, [folder], limit, _KILLS, *options, *_less(context))
+
+
 _KILLS = "--ignore-glob=*_kill.py"
 _PLAIN = ("test_gpu_dist.py", "test_gpu_bench_links.py")
 """Tests with NCCL."""
@@ -139,9 +146,7 @@ def tests(context: Context, section: Section) -> None:
             while waiting:
                 with contextlib.suppress(IndexError):
                     name = waiting.pop()
-                    limit = 110 if context.quick else 300
-                    what = f"one GPU, {Path(name).parts[-3]}"
-                    _pytest(context.on_one_gpu(index), parts[name], what, [name], limit, _KILLS, *_less(context))
+                    _test_package(context.on_one_gpu(index), parts[name], "one GPU", name)
 
         # Each package has one GPU to itself; several GPUs only make it sooner.
         with ThreadPoolExecutor(context.gpus) as pool:
@@ -168,10 +173,8 @@ def links(context: Context, section: Section) -> None:
     with mps.running(context.environment) as service:
         _note_mps(section, service)
         inside = replace(context, environment=service.environment).changed(GPU_CHECK_SIZES=sizes)
-        options = [_KILLS, *(f"--ignore-glob=*{name}" for name in _PLAIN), *_less(context)]
         for folder in folders:
-            name = f"across GPUs, {Path(folder).parts[-3]}"
-            _pytest(inside, section, name, [folder], 110 if context.quick else 300, *options)
+            _test_package(inside, section, "across GPUs", folder, *(f"--ignore-glob=*{name}" for name in _PLAIN))
 
 
 def kill(context: Context, section: Section) -> None:
@@ -369,13 +372,16 @@ def _bench_allreduce(context: Context, section: Section, where: str) -> None:
 
 def _bench_lowp(context: Context, section: Section, where: str) -> None:
     """Time the passes of low precision on one GPU, and its exchange between two ranks."""
-    for name, words in (("passes", []), ("exchange", ["--where", where, "--ranks", "2"])):
+    parts = (
+        ("passes", [], bench_rows.add_lowp_passes),
+        ("exchange", ["--where", where, "--ranks", "2"], bench_rows.add_lowp_exchange),
+    )
+    for name, words, add in parts:
         results = context.folder / f"bench-lowp-{name}-{where}.json"
         command = [sys.executable, "-c", _COMMCTL, "bench", "lowp", "--quick", *words, "--json", str(results)]
         done = context.run(f"bench, low precision, {name}, {where}", command, 60)
         found = _read_json(results)
         if found is not None:
-            add = bench_rows.add_lowp_passes if name == "passes" else bench_rows.add_lowp_exchange
             add(section, found)
         if done.code != 0:
             section.fail(f"commctl bench lowp, {name}: {done.verdict}")

@@ -82,7 +82,8 @@ class Settings:
     """How launches are made; equal on all ranks.
 
     Attributes:
-        blocks: that are all on the device at once, two to a multiprocessor, whatever else the ranks run there.
+        blocks: that are all on the device at once, two to a multiprocessor, whatever else the ranks run there. Of
+            short whole rows there may be more (`whole_rows`).
         clusters: whether every rank's device has clusters.
         trade_bytes: see `one_shot_limit`.
         shared: whether ranks share a device. Then no block may need more than half a multiprocessor: one that needs
@@ -204,10 +205,13 @@ def capacity_bytes(world_size: int, nbytes: int, force_oneshot: bool, trade_byte
 
 def plain_launch(shape: Shape, settings: Settings) -> Launch:
     """Return the launch of a sum without an epilogue."""
-    for threads in () if shape.two_shots else _THREADS:
-        if -(-shape.vectors // threads) <= settings.sms:
-            return Launch(-(-shape.vectors // threads), threads)
-    return Launch(min(settings.blocks, -(-shape.vectors // _THREADS[-1])), _THREADS[-1])
+    if not shape.two_shots:
+        for threads in _THREADS:
+            blocks = -(-shape.vectors // threads)
+            if blocks <= settings.sms:
+                return Launch(blocks, threads)
+    most = _THREADS[-1]
+    return Launch(min(settings.blocks, -(-shape.vectors // most)), most)
 
 
 def groups_within_warps(group_vectors: int) -> bool:

@@ -25,9 +25,10 @@
 //    on with it. The last block to count advances it; each block counts after it has read it.
 // 6. Sums begin with +0.0, in fp32, and are rounded once; so no sum is ever -0.0, and the second
 //    shot can travel as the first one does. A rank adds its own operand as the others receive it.
-// 7. No thread waits before its block has stored all that it owes to others in the first shot, and
-//    all blocks of a launch are on the device at once: so every wait is for a rank that has not
-//    come, or for a wait of the second shot behind it.
+// 7. No thread waits before its block has stored all that it owes to others in the first shot. All
+//    blocks of a launch are on the device at once, but for those of whole rows: those wait only for
+//    the same rows, and start in their order. So every wait is for a rank that has not come, or for
+//    a wait of the second shot behind it.
 //
 // What did not arrive counts as NaN, in every place that depends on it.
 #pragma once

@@ -46,8 +46,7 @@ struct Member {
   Vector* half;      // of this rank's own buffer
   uint64_t half_at;  // where it begins, in everybody's
   Wait wait = Wait::kReached;
-  bool noted = false;  // that the next field says for whom this thread has waited in vain
-  uint32_t missing = 0;
+  uint32_t missing = 0;  // for whom this thread has waited in vain
 
   COMM_HD bool good() const { return wait == Wait::kReached; }
   COMM_HD uint32_t ranks() const { return p.session.world_size; }
@@ -66,11 +65,6 @@ struct Member {
     uint32_t rank = 0;
     for (; index >= p.slot_vectors; index -= p.slot_vectors) ++rank;
     return rank;
-  }
-  // Somebody did not come; the first time counts.
-  COMM_HD void note(uint32_t rank) {
-    if (!noted) missing = rank;
-    noted = true;
   }
 };
 
@@ -178,7 +172,7 @@ COMM_HD void look(Member& m) {
   if (m.good() && aborted(m.call)) m.wait = Wait::kAborted;
 }
 
-// Load them.
+// Load this rank's vectors of such places, the first `count` of them.
 template <class T, bool kTail, uint32_t kVectors>
 COMM_HD void load_operands(const ReduceParams& p, uint64_t index, uint64_t step, uint32_t count,
                            Vector (&values)[kVectors]) {
@@ -199,7 +193,8 @@ COMM_HD void join_lanes() {
 #endif
 }
 
-// The end of a call in every thread: who has waited in vain tells everybody.
+// Who has waited in vain tells everybody, and who was told of it leaves a record for the host: at
+// the end of a call in every thread, and after a wait. The first report counts.
 COMM_HD void leave_call(const Member& m) {
   if (m.good()) return;
   const bool late = m.wait == Wait::kTimedOut;
@@ -222,7 +217,7 @@ COMM_HD void await(Member& m, bool for_sums, Complete complete, Absent absent) {
     const uint64_t more_ns = for_sums ? m.p.session.timeout_ns / kSumsShare : 0;
     m.wait = wait_until(complete, &own_block(m.call)->abort.value, m.call.deadline_ns + more_ns);
     if (!m.good()) {
-      m.note(absent());
+      m.missing = absent();
       leave_call(m);
     }
   }
