@@ -15,16 +15,9 @@ import comm_lowp
 from comm_core import _cuda
 from comm_core.jit import Module
 from comm_core.jit.cache import Artifact
-from comm_core.testing.host_modules import FIBERS
+from comm_core.testing.host_modules import FIBER_FLAGS, FIBERS
 from comm_lowp.kernels import Kernels
 from comm_lowp.module import MODULE
-
-FLAGS = (
-    *("-std=c++17", "-O2", "-ffp-contract=off", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE", "-fPIC"),
-    *("-Wall", "-Wno-unknown-pragmas", "-Wno-unused-function", "-Wno-maybe-uninitialized", "-Werror"),
-)
-"""Without contraction, as the intrinsics on the device; warnings of unrolling mean nothing here."""
-
 
 def include_flags() -> list[str]:
     return [f"-I{Path(str(package.__file__)).parent / 'include'}" for package in (comm_lowp, comm_core)]
@@ -33,7 +26,7 @@ def include_flags() -> list[str]:
 def compile_host(source: Path, output: Path, *flags: str) -> None:
     if shutil.which("g++") is None:
         pytest.skip("g++ is not installed")
-    command = ["g++", *FLAGS, *flags, *include_flags(), str(source), "-o", str(output)]
+    command = ["g++", *FIBER_FLAGS, *flags, *include_flags(), str(source), "-o", str(output)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stderr
 

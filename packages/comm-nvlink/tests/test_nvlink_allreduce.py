@@ -19,7 +19,6 @@ from comm_core.testing import allreduce_cases
 from comm_core.testing import allreduce_host as host
 from comm_core.testing.allreduce_cases import Case, assert_right, make_operands, make_outputs, raw
 from comm_core.testing.ranks import run_threads
-from comm_nvlink.allreduce import ALLREDUCE
 from comm_nvlink.allreduce_workspace import TRTLLMAllReduceFusionWorkspace as Workspace
 
 CODE = AllReduceFusionPattern
@@ -29,8 +28,8 @@ FP4 = (CODE.kARResidualRMSNormFP4Quant, CODE.kARResidualRMSNormOutFP4Quant)
 
 
 @pytest.fixture(scope="module")
-def module(tmp_path_factory: pytest.TempPathFactory) -> Module:
-    return host.build(ALLREDUCE, tmp_path_factory.mktemp("host"))
+def module(allreduce_on_host: Module) -> Module:
+    return allreduce_on_host
 
 
 @pytest.fixture(autouse=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import comm_nvlink
+from comm_core.allreduce import launch
 from comm_core.testing import cubin
 from comm_core.testing.cuda_modules import CudaModulesContract
 from comm_nvlink import routes
@@ -50,3 +51,16 @@ class TestModules(CudaModulesContract):
             fit = min(65536 // (warps * (-(-item.registers * 32 // 256) * 256)), 48 // warps)
             early = item.arch not in ("sm_80", "sm_89")
             assert (132 if early else 108) * fit >= (2 if early else 1) * routes.PER_SM * routes._SHARED_SMS, item
+
+    def test_blocks_of_the_all_reduce_have_the_registers_that_launches_count_on(
+        self, tmp_path_factory: pytest.TempPathFactory
+    ) -> None:
+        """Blocks wait for each other, so as many must fit a multiprocessor as launches go by; whole rows take one."""
+        usage = cubin.kernel_usage(self.built(ALLREDUCE, tmp_path_factory).log.read_text(encoding="utf-8"))
+        found = [item for item in usage if item.kernel]
+        rows = [item for item in found if "vector_kernel" in item.name and "Lb1E" in item.name]
+        assert (len(found), len(rows)) == (24 * len(cubin.ARCHS), 3 * len(cubin.ARCHS))
+        for item in found:
+            # All that start together: a block of a whole row, or two of the others. A warp gets 256 registers at a time.
+            threads = launch.ROW_THREADS if item in rows else launch.PER_SM * launch.FUSED_THREADS
+            assert threads // 32 * (-(-item.registers * 32 // 256) * 256) <= 65536, item

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 from collections.abc import Generator
 from pathlib import Path
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from comm_core.group import Group
     from comm_core.jit.spec import ModuleSpec
 
-__all__ = ["CPU", "ONE_BLOCK", "build", "opened"]
+__all__ = ["CPU", "ONE_BLOCK", "build", "launched", "meetings", "opened"]
 
 _Workspace = TypeVar("_Workspace", bound=WindowAllReduceWorkspace)
 
@@ -37,6 +38,41 @@ def build(spec: ModuleSpec, folder: Path) -> Module:
     package = Path(str(importlib.import_module(spec.package).__file__)).parent
     library = compile_with_fibers(spec, package, folder)
     return Module(spec, Artifact(spec.name, "host", library, {"archs": []}, {}))
+
+
+class _Kernel(ctypes.Structure):
+    """Twin: include/comm_core/abi.h, comm_kernel_info."""
+
+    _fields_ = (("name", ctypes.c_char_p), ("function", ctypes.c_void_p))
+
+
+class _Info(ctypes.Structure):
+    """Twin: include/comm_core/abi.h, comm_module_info."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint32) for name in ("struct_size", "abi")),
+        *((name, ctypes.c_char_p) for name in ("module", "archs")),
+        ("structs", ctypes.c_void_p),
+        ("kernels", ctypes.POINTER(_Kernel)),
+        *((name, ctypes.c_uint32) for name in ("num_structs", "num_kernels")),
+    )
+
+
+def launched(module: Module) -> str:
+    """Return the kernel that this thread has launched last, as in ``comm::reduce_kernel<comm::Float32, true>``."""
+    library = ctypes.CDLL(str(module.artifact.path))
+    library.comm_module_info_v1.restype = ctypes.POINTER(_Info)
+    library.host_kernel.restype = ctypes.c_void_p
+    info, function = library.comm_module_info_v1().contents, library.host_kernel()
+    names = {info.kernels[i].function: info.kernels[i].name.decode() for i in range(info.num_kernels)}
+    return names[function]
+
+
+def meetings(module: Module) -> int:
+    """Return how often the lanes of a warp have met in this thread's launches since it last asked."""
+    ask = ctypes.CDLL(str(module.artifact.path)).host_meetings
+    ask.restype = ctypes.c_uint64
+    return int(ask())
 
 
 @contextlib.contextmanager
