@@ -19,6 +19,7 @@ from comm_core.testing.host_modules import FIBER_FLAGS, FIBERS
 from comm_lowp.kernels import Kernels
 from comm_lowp.module import MODULE
 
+
 def include_flags() -> list[str]:
     return [f"-I{Path(str(package.__file__)).parent / 'include'}" for package in (comm_lowp, comm_core)]
 

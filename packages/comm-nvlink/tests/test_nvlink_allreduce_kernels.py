@@ -82,10 +82,12 @@ def too_many_threads(group: Group, module: Module) -> None:
         x = torch.zeros(1 << 16, dtype=torch.uint8)
         at = x.data_ptr()
 
-        def launch(threads: int, row_vectors: int = 0, *, two_shots: bool = False, **changes: Any) -> None:
+        def launch(
+            threads: int, row_vectors: int = 0, *, two_shots: bool = False, team: int = 1, **changes: Any
+        ) -> None:
             epilogue = Epilogue(at, at, at, at, rows=1, row_vectors=row_vectors, hidden=8 * row_vectors, **changes)
             shape = shape_of(group.size, 16 * (row_vectors or 64), not two_shots)
-            made = Launch(1, threads, 1, 48 << 10)
+            made = Launch(team, threads, team, 48 << 10)
             workspace._session.reduce(at, at, "bfloat16", shape, made, epilogue if row_vectors else NO_EPILOGUE)
 
         bound = rf"{FUSED_THREADS + 32} threads in a block, at most {FUSED_THREADS}"
@@ -96,6 +98,8 @@ def too_many_threads(group: Group, module: Module) -> None:
                 launch(FUSED_THREADS + 32, 64, two_shots=two_shots, encoding=Encoding.FP8)
         with pytest.raises(ArgumentValueError, match=bound):
             launch(FUSED_THREADS + 32, 64, two_shots=True)
+        with pytest.raises(ArgumentValueError, match=bound):
+            launch(FUSED_THREADS + 32, 64, team=2)
         with pytest.raises(ArgumentValueError, match=bound):
             launch(FUSED_THREADS + 32, 2 * FUSED_THREADS)
         with pytest.raises(ArgumentValueError, match=f"{ROW_THREADS + 32} threads in a block, at most {ROW_THREADS}"):
