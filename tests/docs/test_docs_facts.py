@@ -36,7 +36,7 @@ from comm_core.transport.dist import DistSession, DistTransport
 from comm_core.transport.plan import Copy, Level, Plan
 from comm_core.transport.wire import wire
 from comm_core.ulysses import plans
-from comm_core.ulysses.communicator import _OPERATIONS
+from comm_core.ulysses.preparation import WHOLE_HEAD_CALLS
 from comm_core.windows.session import WindowSession
 from comm_core.windows.signals import MAX_RANKS
 from comm_core.windows.table import MAX_LEVELS, MAX_SOURCES, PIECE_BYTES
@@ -328,7 +328,7 @@ def test_every_operation_is_in_the_backends_page(read):
         if inspect.isfunction(value) and not name.startswith("_") and name not in ("check", "close")
     ]
     assert [name for name in methods if name not in names(text)] == []
-    assert set(_OPERATIONS) <= set(methods)
+    assert set(WHOLE_HEAD_CALLS) <= set(methods)
 
 
 def test_the_local_passes_are_those_of_the_plans(read):

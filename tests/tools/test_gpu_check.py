@@ -396,7 +396,7 @@ def test_exchanges_stand_beside_the_floor_with_their_goals():
     )
     section = report.Section("bench-links", "Benchmarks")
     bench_rows.add_exchanges(section, json.loads(json.dumps(found)))
-    assert section.why == ["gloo, staged: died"] and section.notes == ["Left out: pcie: one GPU"]
+    assert section.why == ["gloo, staged: died"] and section.notes == ["Not measured: pcie: one GPU"]
     small = "S=1024 H=24"
     assert [(goal.name, goal.limit, goal.verdict) for goal in section.goals] == [
         (f"nvlink, direct, scatter_heads, {small}, in a graph", 2.4, "met"),

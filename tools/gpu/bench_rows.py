@@ -57,7 +57,7 @@ def add_exchanges(section: Section, found: Mapping[str, Any]) -> None:
     """Add the document of ``commctl bench ulysses`` as tables and goals to `section`."""
     for item in found["errors"]:
         section.fail(f"{item['what']}: {item['why']}")
-    section.notes += [f"Left out: {item['what']}: {item['why']}" for item in found["left_out"]]
+    section.notes += [f"Not measured: {item['what']}: {item['why']}" for item in found["left_out"]]
     columns = ["geometry", "remote, MiB", "floor", "backend", "outputs"]
     for operation in ("scatter", "gather"):
         columns += [f"{operation}, graph", "/ floor", "eager", "host"]
@@ -94,7 +94,7 @@ def add_allreduce(section: Section, found: Mapping[str, Any]) -> None:
     """Add the document of ``commctl bench allreduce`` as a table and goals to `section`."""
     for item in found["errors"]:
         section.fail(f"{item['what']}: {item['why']}")
-    section.notes += [f"Left out: {item['what']}: {item['why']}" for item in found["left_out"]]
+    section.notes += [f"Not measured: {item['what']}: {item['why']}" for item in found["left_out"]]
     columns = ["tokens", "floor", "backend", "case", "graph", "/ NCCL", "/ floor", "eager", "host", "above the sum"]
     figures = ("graph_us", "over_nccl", "over_floor", "eager_us", "host_us", "over_sum_us")
     rows: list[list[Any]] = []

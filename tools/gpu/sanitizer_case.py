@@ -107,20 +107,28 @@ _PLUGINS: dict[str, tuple[str, ...]] = {"windows": (), "allreduce": ("nvlink",),
 """Name of a case -> what it needs, where that is not the plugin of its name."""
 
 
-def all_reduces(backend: str, device: torch.device) -> None:
-    """Reduce by both algorithms: odd sizes alone, and rows with every encoding that follows."""
+def reductions() -> list[Case]:
+    """Return the all-reduces: by both algorithms, odd sizes alone, and rows with every encoding that follows.
+
+    Rows of 2048 have a block each. Where there are clusters, the blocks of one share the row of 8192, with a vector
+    for each thread, and those of 16384, with several.
+    """
     every = [
         Case(pattern, tokens, 2048, torch.bfloat16, group_size=group, use_oneshot=one)
         for one in (True, False)
         for pattern, tokens, group in ((1, 3, 128), (5, 2, 128), (9, 3, 64), (9, 2, 512), (11, 5, 128))
     ]
-    # Shared by the blocks of a cluster, where there are some; the shorter rows have a block each.
-    every += [Case(1, 1, 8192, torch.bfloat16, use_oneshot=True)]
+    every += [Case(1, rows, hidden, torch.bfloat16, use_oneshot=True) for rows, hidden in ((1, 8192), (9, 16384))]
     every += [Case(0, 1, size, torch.bfloat16, use_oneshot=one) for size in (5, 4099) for one in (True, False)]
+    return every
+
+
+def all_reduces(backend: str, device: torch.device) -> None:
+    """Reduce each of `reductions` once and compare."""
     with create_allreduce_fusion_workspace(
-        backend, max_token_num=8, hidden_dim=2048, dtype=torch.bfloat16, device=device, force_oneshot_support=True
+        backend, max_token_num=9, hidden_dim=16384, dtype=torch.bfloat16, device=device, force_oneshot_support=True
     ) as workspace:
-        for seed, case in enumerate(every):
+        for seed, case in enumerate(reductions()):
             operands = allreduce_cases.make_operands(case, workspace.world_size, seed)
             made = allreduce_cases.make_outputs(case, device)
             given = {**allreduce_cases.arguments(case, operands, device), **made}

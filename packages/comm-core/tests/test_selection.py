@@ -149,6 +149,7 @@ def test_what_the_topology_does_not_admit_falls_back_or_raises_everywhere(
     assert decision.backend == "nccl" and needle in passed_over.reason
     error = raised(on_threads(groups(size), lambda group: resolve(group, ask("nvlink"), registry(Fast()))))
     assert isinstance(error, UlyssesBackendError) and needle in str(error)
+    assert error.reason == passed_over.reason, "the same words as where nobody named it"
 
 
 def test_the_choice_does_not_depend_on_the_order_of_discovery(replay: Any) -> None:

@@ -61,6 +61,13 @@ __global__ void __launch_bounds__(kLarge ? 256 : 96, 1) kernel(const __grid_cons
       for (uint32_t i = 0; i < (lane == 7 ? 1u : 2u); ++i) join();  // one
       join();                                                       // other
       break;
+    case 7:  // the last one doesn't vote, but ends
+      if (thread == 0) {
+        for (uint32_t i = 0; i < 5; ++i) COMM_SPIN();
+        return;
+      }
+      value = 10 * __syncthreads_and(thread != 0) + __syncthreads_or(thread == 1);
+      break;
   }
   p.out[thread] = value;
 }
@@ -116,6 +123,12 @@ def test_what_a_gpu_allows_runs(run: Run) -> None:
     assert run(0, 96, large=True, out=out) == ""
     expected = [(i ^ 8) + 1 if i % 32 < 16 else 0 for i in range(96)]
     assert list(out[:96]) == expected
+
+
+def test_a_thread_that_ends_counts_as_one_that_has_voted(run: Run) -> None:
+    out = words()
+    assert run(7, 64, out=out) == ""
+    assert list(out[1:64]) == [11] * 63
 
 
 @pytest.mark.parametrize(

@@ -540,7 +540,10 @@ def test_a_known_encoded_call_keeps_the_communicators_promises() -> None:
         launch = comm._host.launch
         launch("scatter_qkv", lambda: made.append("one"), outputs, 24)
         assert made == ["one"] and comm.bytes_sent == 24 and [x._version for x in outputs[:2]] == [1, 1]
-        with comm._busy, pytest.raises(UnsupportedError, match=r"scatter_qkv: another call .* in another thread"):
+        with (
+            comm._execution.busy,
+            pytest.raises(UnsupportedError, match=r"scatter_qkv: another call .* in another thread"),
+        ):
             launch("scatter_qkv", lambda: made.append("two"), outputs, 24)
         with pytest.raises(UnsupportedError, match="not now"):
             launch("scatter_qkv", fail(UnsupportedError("not now")), outputs, 24)

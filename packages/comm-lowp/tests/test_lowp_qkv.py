@@ -129,7 +129,7 @@ def collectives(group: Any, case: Case) -> tuple[list[str], int, int]:
                     return _original(*arguments)
 
                 patch.setattr(_dist, name, spy)
-            patch.setattr(comm._group, "gather", lambda *_, **__: seen.append("gather"))
+            patch.setattr(comm._execution.group, "gather", lambda *_, **__: seen.append("gather"))
             before = comm.bytes_sent
             comm.scatter_qkv(q, k, v, workspace=workspace)
             sent = comm.bytes_sent - before

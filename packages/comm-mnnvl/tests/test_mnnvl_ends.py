@@ -265,12 +265,12 @@ def beside_a_call(group: Group) -> tuple[str, bool]:
     """Rank 1 prepares while a call of another of its threads is under way."""
     with communicator(group) as comm:
         if group.rank == 1:
-            comm._busy.acquire()
-            threading.Timer(0.3, comm._busy.release).start()
+            comm._execution.busy.acquire()
+            threading.Timer(0.3, comm._execution.busy.release).start()
         comm.checkpoint_prepare()
         session: Any = comm._session
-        state, free = session.state, comm._busy.acquire(False)
-        comm._busy.release()
+        state, free = session.state, comm._execution.busy.acquire(False)
+        comm._execution.busy.release()
         comm.checkpoint_restore(group)
         return state, free
 
@@ -285,12 +285,12 @@ def beside_a_call_without_end(group: Group, told: threading.Event) -> str:
     group.timeout_s = 0.3
     comm = communicator(group)
     if group.rank == 1:
-        comm._busy.acquire()
+        comm._execution.busy.acquire()
     with pytest.raises(CommError) as caught:
         comm.checkpoint_prepare()
     if group.rank == 1:
         assert told.wait(10)
-        comm._busy.release()
+        comm._execution.busy.release()
     told.set()
     group.timeout_s = 10.0
     group.barrier("over")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -19,6 +20,7 @@ from comm_core.testing import allreduce_cases
 from comm_core.testing import allreduce_host as host
 from comm_core.testing.allreduce_cases import Case, assert_right, make_operands, make_outputs, raw
 from comm_core.testing.ranks import run_threads
+from comm_core.windows.signals import MAX_RANKS
 from comm_nvlink.allreduce_workspace import TRTLLMAllReduceFusionWorkspace as Workspace
 
 CODE = AllReduceFusionPattern
@@ -341,6 +343,41 @@ def test_a_rank_that_does_not_come_is_named_and_nothing_looks_right(
 def test_without_poison_outputs_are_left_to_chance(module: Module) -> None:
     for _, outputs in run_threads(2, silent, module, 1, True, False, timeout_s=30)[:1]:
         assert not any(bool(output.to(torch.float32).isnan().any()) for output in outputs)
+
+
+_READY = (4 + 3 * MAX_RANKS) * 128
+"""Where the announcements of a signal block begin. Twin: include/comm_core/signal.cuh, SignalBlock."""
+
+
+def starts_and_stops(group: Group, module: Module) -> int:
+    """Rank 1 announces that it has started a call and stores nothing; return who is named.
+
+    Half a warp at most has a vector of this rank's part: the other half has only a sum to wait for, and longer.
+    """
+    case = Case(CODE.kAllReduce, 4, 128, use_oneshot=False)
+    with host.opened(Workspace, group, module, 4 * 128 * 4, timeout_s=1) as workspace:
+        blocks = workspace._session._signals.addresses
+        call(workspace, case, 0)
+        group.barrier("test")
+        if group.rank == 1:
+            epoch = ctypes.c_uint32.from_address(blocks[1] + 2 * 128).value + 1
+            for rank in {*range(group.size)} - {1}:
+                ctypes.c_uint32.from_address(blocks[rank] + _READY + 128).value = epoch
+            group.barrier("test")
+            return 1
+        operands, made = make_operands(case, group.size, 1), make_outputs(case, host.CPU)
+        given = allreduce_cases.arguments(case, operands, host.CPU)
+        allreduce_fusion(operands.parts[group.rank], workspace, case.pattern, **given, **made)
+        group.barrier("test")
+        with pytest.raises(PeerStalledError) as caught:
+            workspace.check()
+        return caught.value.waited_for
+
+
+@pytest.mark.parametrize("ranks", [3, 4, 5])
+def test_a_rank_that_stops_after_its_announcement_is_named(module: Module, ranks: int) -> None:
+    """Who lacks its operand says so before those do who lack a sum for the same reason."""
+    assert run_threads(ranks, starts_and_stops, module, timeout_s=60) == [1] * ranks
 
 
 def late(group: Group, module: Module) -> None:

@@ -1,4 +1,4 @@
-"""The all-reduce kernels from within, run on a host: which one runs, how its lanes stay together, what it stores when.
+"""The all-reduce kernels from within, run on a host: which one runs, how lanes stay together, what is stored when.
 
 Launches are made by hand here, past the functions that choose them.
 """

@@ -61,6 +61,6 @@ class TestModules(CudaModulesContract):
         rows = [item for item in found if "vector_kernel" in item.name and "Lb1E" in item.name]
         assert (len(found), len(rows)) == (24 * len(cubin.ARCHS), 3 * len(cubin.ARCHS))
         for item in found:
-            # All that start together: a block of a whole row, or two of the others. A warp gets 256 registers at a time.
+            # All that start together: a block of a whole row, or two others. Warps get 256 registers at a time.
             threads = launch.ROW_THREADS if item in rows else launch.PER_SM * launch.FUSED_THREADS
             assert threads // 32 * (-(-item.registers * 32 // 256) * 256) <= 65536, item

@@ -503,7 +503,7 @@ def dies(group: Any, culprit: int) -> tuple[str, int, str]:
             comm.scatter_heads(x, out=out)
         with pytest.raises(GroupTimeoutError) as missing:
             comm.close(1)
-        assert session.teardown_safe and comm._closed
+        assert session.teardown_safe and comm._execution.closed
         return str(stalled.value), stalled.value.waited_for, str(missing.value)
 
 

@@ -103,11 +103,25 @@ class TopologyFileError(ArgumentValueError):
 
 
 class UlyssesBackendError(CommError, RuntimeError):
-    """A backend that was asked for by name can't be used by this group. Every rank raises it."""
+    """A backend that was asked for by name can't be used by this group. Every rank raises it.
+
+    Attributes:
+        reason: what the backend lacks here, as a text that does not say who wanted it; empty where none was named, or
+            where it could be used and could not be opened.
+    """
+
+    reason: str = ""
 
 
 class AllReduceBackendError(CommError, RuntimeError):
-    """An all-reduce backend that was asked for by name can't be used, or none can. Every rank raises it."""
+    """An all-reduce backend that was asked for by name can't be used, or none can. Every rank raises it.
+
+    Attributes:
+        reason: what the backend lacks here, as a text that does not say who wanted it; empty where none was named, or
+            where it could be used and could not be opened.
+    """
+
+    reason: str = ""
 
 
 class TransportError(CommError, RuntimeError):

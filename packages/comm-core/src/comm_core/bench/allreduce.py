@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -214,9 +213,7 @@ def measure(group: Any, job: Job) -> list[Row]:
             # The first error is what counts.
             with contextlib.suppress(Exception):
                 contender.close()
-        raise PartError(
-            type(error).__name__, str(error), contender is not None, rows, traceback.format_exc()
-        ) from error
+        raise PartError.of(error, rows, opened=contender is not None) from error
     return rows
 
 

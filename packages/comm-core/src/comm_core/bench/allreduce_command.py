@@ -86,8 +86,9 @@ def _measure(options: Options, placement: Placement, ranks: launch.Ranks, found:
         found["floor"] = {**least._asdict(), "text": least.text}
     tokens = options.tokens or (_CPU if placement.device == "cpu" else _QUICK if options.quick else TOKENS)
     for name, why in _contenders(options, placement):
+        named = name in options.backends
         if why:
-            found["left_out"].append({"what": name, "why": why})
+            found["errors" if named else "left_out"].append({"what": name, "why": why})
             continue
         began = time.monotonic()
         job = allreduce.Job(placement, name, tuple(tokens), found["hidden"], 3 if options.quick else 5)
@@ -96,33 +97,36 @@ def _measure(options: Options, placement: Placement, ranks: launch.Ranks, found:
         found["rows"] += [{"backend": name, **row} for row in report.slowest(measured)]
         failed = {rank: item.error for rank, item in enumerate(results) if item.error is not None}
         if failed:
-            text = " ".join(str(next(iter(failed.values()))).split())
-            refused = not options.backends and all(not getattr(error, "opened", True) for error in failed.values())
-            found["left_out" if refused else "errors"].append({"what": name, "why": f"rank {min(failed)}: {text}"})
+            first = failed[min(failed)]
+            text = f"rank {min(failed)}: {first}"
+            refused = not named and all(not getattr(error, "opened", True) for error in failed.values())
+            if refused:
+                # Nobody asked for it, which the error's own text says of every name.
+                text = getattr(first, "reason", "") or text
+            found["left_out" if refused else "errors"].append({"what": name, "why": " ".join(text.split())})
         found["seconds"][name] = round(time.monotonic() - began, 1)
         if ranks.leader:
             print(f"{name}: {found['seconds'][name]:.1f} s", file=sys.stderr, flush=True)
 
 
 def _contenders(options: Options, placement: Placement) -> list[tuple[str, str]]:
-    """Return (name, why not) of what there is to measure, in order."""
+    """Return (name, why not) of what there is to measure, in order, each once."""
     from comm_core.bench import allreduce
     from comm_core.plugins.discovery import registry
 
     backends = registry().allreduce
     names = list(options.backends) or sorted(backends, key=lambda name: (-backends[name].priority, name))
-    chosen: list[tuple[str, str]] = []
-    for name in names:
-        slow = name == "dist" and placement.device == "cuda" and not options.backends
-        chosen.append((name, "it is not made for speed; --backend dist measures it" if slow else ""))
-    if options.compare:
-        links = placement.kind == "links"
-        for name in allreduce.COMPARATORS:
-            why = "" if links else "it needs a GPU for each rank"
-            if name == "nccl" and placement.kind == "host":
-                why = "NCCL reduces on GPUs"
-            chosen.append((name, why))
-    return chosen
+    comparators = allreduce.COMPARATORS
+    chosen: dict[str, str] = {}
+    for name in (*names, *(comparators if options.compare else ())):
+        chosen[name] = ""
+        if name in comparators and placement.kind != "links":
+            # In the group of such ranks, all_reduce would be gloo's.
+            on_cpu = ", and the ranks are on the CPU" if placement.kind == "host" else ""
+            chosen[name] = f"needs a GPU for each rank{on_cpu}"
+        elif name == "dist" and placement.device == "cuda" and not options.backends:
+            chosen[name] = "not made for speed; --backend dist measures it"
+    return list(chosen.items())
 
 
 def add_ratios(found: dict[str, Any]) -> None:
@@ -204,7 +208,7 @@ def show(found: Mapping[str, Any], placement: Placement, out: Console) -> None:
         "copy engines. Every sum was compared by value.",
         out,
     )
-    for title, key in (("Left out", "left_out"), ("Errors", "errors")):
+    for title, key in (("Not measured", "left_out"), ("Errors", "errors")):
         output.paragraph(title, [f"{item['what']}: {item['why']}" for item in found[key]], out)
 
 

@@ -221,7 +221,7 @@ class _Runner:
         if refused and not job.options:
             self.refused.add(job.backend)
         if refused and not named:
-            self.found.leave_out(what, str(getattr(failed[0], "text", failed[0])))
+            self.found.leave_out(what, getattr(failed[0], "reason", "") or str(getattr(failed[0], "text", failed[0])))
         else:
             self.found.fail(what, _story(failed, len(results)))
             if self.ranks.leader:

@@ -123,7 +123,7 @@ def show(found: Mapping[str, Any], placement: Placement, out: Console) -> None:
             "graph's time where there is one. Every exchange was compared by value.",
             out,
         )
-    output.paragraph("Left out", [_reason(item) for item in found["left_out"]], out)
+    output.paragraph("Not measured", [_reason(item) for item in found["left_out"]], out)
     output.paragraph("Errors", [_reason(item) for item in found["errors"]], out)
 
 

@@ -65,12 +65,27 @@ class PartError(CommError, RuntimeError):
         opened: whether the contender had been opened.
         rows: what had been measured before.
         trace: where it was raised, as Python prints it.
+        reason: what the contender lacks here, where that is why it was not opened, else empty.
     """
 
-    def __init__(self, kind: str, text: str, opened: bool, rows: Sequence[Row], trace: str) -> None:
+    def __init__(self, kind: str, text: str, opened: bool, rows: Sequence[Row], trace: str, reason: str = "") -> None:
         # All of it as arguments, so that the error can be rebuilt in the process that collects the results.
-        super().__init__(kind, text, opened, list(rows), trace)
+        super().__init__(kind, text, opened, list(rows), trace, reason)
         self.kind, self.text, self.opened, self.rows, self.trace = kind, text, opened, list(rows), trace
+        self.reason = reason
+
+    @classmethod
+    def of(cls, error: Exception, rows: Sequence[Row], *, opened: bool, during: str = "") -> PartError:
+        """Return what stands for `error` in the process that collects the results; for its ``except`` block.
+
+        Args:
+            error: what was raised.
+            rows: what had been measured before.
+            opened: whether the contender had been opened.
+            during: put in front of the text.
+        """
+        kind, reason = type(error).__name__, getattr(error, "reason", "")
+        return cls(kind, f"{during}{error}", opened, rows, traceback.format_exc(), reason)
 
     def __str__(self) -> str:
         """Return what was raised."""
@@ -132,13 +147,11 @@ def measure(group: Any, job: Job) -> list[Row]:
             # The others may have failed elsewhere, so that this is no orderly close; the first error is what counts.
             with contextlib.suppress(Exception):
                 contender.close()
-        raise PartError(
-            type(error).__name__, str(error), contender is not None, rows, traceback.format_exc()
-        ) from error
+        raise PartError.of(error, rows, opened=contender is not None) from error
     try:
         contender.close()
     except Exception as error:
-        raise PartError(type(error).__name__, f"closing: {error}", True, rows, traceback.format_exc()) from error
+        raise PartError.of(error, rows, opened=True, during="closing: ") from error
     return rows
 
 

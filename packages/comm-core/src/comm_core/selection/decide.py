@@ -126,7 +126,9 @@ def choose(
             f"no {family.noun} can serve {request.world_size} ranks on {request.device_type} tensors: {reasons}"
         )
     hint = known.install_hint(request.backend) if "not installed" in reasons else ""
-    raise family.error(
+    error = family.error(
         f"backend {request.backend!r} was asked for and can't be used: {reasons}"
         + (f". {hint}" if hint and hint not in reasons else "")
     )
+    error.reason = "; ".join(item.reason for item in considered) or reasons
+    raise error

@@ -119,9 +119,7 @@ struct Site {
   bool operator==(const Site& other) const {
     return memcmp(calls, other.calls, sizeof(calls)) == 0;
   }
-  bool operator<(const Site& other) const {
-    return memcmp(calls, other.calls, sizeof(calls)) < 0;
-  }
+  bool operator<(const Site& other) const { return memcmp(calls, other.calls, sizeof(calls)) < 0; }
 };
 
 // What addr2line prints, as "file:line < file:line", files without their folders.
@@ -210,7 +208,7 @@ struct Block {
 
 inline thread_local Block* block;  // the running one
 inline thread_local uint64_t launches = 1;
-inline thread_local uint64_t meetings = 0;  // of warps, not of blocks
+inline thread_local uint64_t meetings = 0;         // of warps, not of blocks
 inline thread_local const void* kernel = nullptr;  // launched last
 inline thread_local std::vector<uint64_t> shared;  // storage of a block whose size the launch says
 
@@ -230,8 +228,13 @@ inline void resume(unsigned i) {
 inline Warp& warp() { return block->warps[block->current / 32]; }
 
 inline void open_block_if_full() {
-  if (!block->all.open_if_full()) return;
-  for (Warp& one : block->warps) one.waiting = 0;
+  Block& own = *block;
+  if (!own.all.open_if_full()) return;
+  for (Warp& one : own.warps) one.waiting = 0;
+  own.last_and = own.all_and;
+  own.last_or = own.all_or;
+  own.all_and = 1;
+  own.all_or = 0;
 }
 
 inline void open_warp_if_full(Warp& one) {
@@ -259,7 +262,8 @@ inline std::string lanes_of(uint32_t mask) {
 }
 
 inline void describe(const std::string& what) {
-  block->problem = "block " + std::to_string(blockIdx.x) + ", warp " +
+  const std::string row = gridDim.y == 1 ? "" : " of row " + std::to_string(blockIdx.y);
+  block->problem = "block " + std::to_string(blockIdx.x) + row + ", warp " +
                    std::to_string(block->current / 32) + ", lane " +
                    std::to_string(block->current % 32) + ": " + what;
 }
@@ -461,8 +465,8 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
   host::kernel = reinterpret_cast<const void*>(kernel);
   const unsigned threads = config->blockDim.x, bound = host::bound_of(host::kernel);
   if (threads > bound) {
-    host::problem = "a block of " + std::to_string(threads) + " threads, the kernel is bounded to " +
-                    std::to_string(bound);
+    host::problem = "a block of " + std::to_string(threads) +
+                    " threads, the kernel is bounded to " + std::to_string(bound);
     return cudaErrorLaunchOutOfResources;
   }
   // Unlike a device's, it holds what reads of what nobody has written would show.
@@ -478,17 +482,10 @@ T __ldg(const T* address) {
 
 inline void __syncthreads() { host::meet(true); }
 
-// The outcome of a vote stands until the next one has been voted for by all.
+// The outcome of a vote stands until all have met again.
 inline void host_vote(bool value) {
-  host::Block& own = *host::block;
-  own.all_and &= value;
-  own.all_or |= value;
-  if (own.all.arrived + 1 == own.all.expected) {
-    own.last_and = own.all_and;
-    own.last_or = own.all_or;
-    own.all_and = 1;
-    own.all_or = 0;
-  }
+  host::block->all_and &= value;
+  host::block->all_or |= value;
 }
 
 inline int __syncthreads_and(bool value) {
@@ -568,6 +565,4 @@ extern "C" __attribute__((visibility("default"))) uint64_t host_meetings() {
 }
 
 // The kernel that this thread has launched last, as the module's own table has it.
-extern "C" __attribute__((visibility("default"))) const void* host_kernel() {
-  return host::kernel;
-}
+extern "C" __attribute__((visibility("default"))) const void* host_kernel() { return host::kernel; }

@@ -33,8 +33,8 @@ FIBER_FLAGS = (
 )
 """Without contraction, as the intrinsics on the device; warnings of unrolling mean nothing here.
 
-The header walks up a thread's calls to know where it is, and names that by lines; so calls stay calls, and two of them
-are not made one. It counts the no-ops that kernels begin with.
+The header walks up a thread's calls to know where it is, and names that by lines; so calls stay calls, and two of
+them are not made one. It counts the no-ops that kernels begin with.
 """
 
 _LAUNCH = re.compile(r"([\w:]+)<<<(.+?),([^,]+),([^,]+),([^,]+?)>>>\(", re.DOTALL)

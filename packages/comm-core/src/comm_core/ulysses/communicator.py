@@ -1,42 +1,29 @@
-"""UlyssesCommunicator: validates, decides once, and hands plans to a transport."""
+"""UlyssesCommunicator: decides once; has its calls checked and planned, and made over what was opened."""
 
 from __future__ import annotations
 
 import contextlib
-import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from comm_core import _cuda, known
+from comm_core import known
 from comm_core._dtypes import dtype_name
 from comm_core.comm_backend import group_of
-from comm_core.errors import (
-    ArgumentTypeError,
-    ArgumentValueError,
-    CheckpointError,
-    ClosedError,
-    CommError,
-    CudaCallError,
-    GroupTimeoutError,
-    TransportError,
-    UnsupportedError,
-)
-from comm_core.group import DetachedGroup, Group, as_group
+from comm_core.errors import ArgumentTypeError, UnsupportedError
+from comm_core.group import Group, as_group
 from comm_core.selection import Asked, resolve
-from comm_core.transport import strided
-from comm_core.transport.interface import TransportSession
 from comm_core.transport.opening import Opened, open_transport
-from comm_core.ulysses import validation
 from comm_core.ulysses.arguments import Arguments
-from comm_core.ulysses.call import AnyCall, Call, agree, agree_output
-from comm_core.ulysses.codec import CodecHost, CodecWorkspace, EncodedCall, find_codec
+from comm_core.ulysses.call import agree_output
+from comm_core.ulysses.codec import CodecHost, CodecWorkspace, find_codec
 from comm_core.ulysses.decision import UlyssesBackendDecision, passthrough
+from comm_core.ulysses.execution import Execution
 from comm_core.ulysses.preparation import Preparation
-from comm_core.ulysses.validation import Limits, Shape, positive_int
+from comm_core.ulysses.validation import Limits, positive_int
 from comm_core.ulysses.workspace import UlyssesWorkspace
 
 if TYPE_CHECKING:
@@ -45,14 +32,6 @@ if TYPE_CHECKING:
     from comm_core.comm_backend import CommBackend
 
 __all__ = ["UlyssesCommunicator"]
-
-# Every call needs these, and finding them in torch takes as long as they do.
-_is_grad_enabled = torch.is_grad_enabled
-_set_grad_enabled = torch._C._set_grad_enabled  # pyright: ignore[reportPrivateUsage] - what torch.no_grad calls
-_increment_version = torch.autograd.graph.increment_version
-
-_T = TypeVar("_T")
-_OPERATIONS = ("scatter_heads", "gather_heads", "exchange_chunks")
 
 
 class UlyssesCommunicator:
@@ -102,16 +81,9 @@ class UlyssesCommunicator:
         max_sms: int | None = None,
         pool_bytes: int = 0,
     ) -> None:
-        self._session: TransportSession | None = None
-        self._closed = False
-        self._detached = False
-        self._broken: str | None = None
-        self._busy = threading.Lock()
-        self._calls = 0
-        self._bytes_sent = 0
-        self._group = as_group(group)
-        arguments = Arguments(max_bytes, max_elems, dtype, nvlink_kernel, device, max_sms, pool_bytes, self._group)
-        if self._group.size == 1:
+        members = as_group(group)
+        arguments = Arguments(max_bytes, max_elems, dtype, nvlink_kernel, device, max_sms, pool_bytes, members)
+        if members.size == 1:
             arguments.raise_first()
         asked = Asked(
             "UlyssesCommunicator",
@@ -123,29 +95,20 @@ class UlyssesCommunicator:
             arguments.options,
             tuple(map(str, arguments.errors)),
         )
-        opened = self._decide(asked)
-        self._limits = Limits(arguments.device, arguments.dtype, arguments.max_bytes)
-        self._checked = opened.decision.request.environment.get("COMM_CHECK") == "1"
+        opened = _decide_and_open(members, asked)
+        decision = opened.decision
         self._session = opened.session
-        self._number = self._group.token()
-        self._decision = UlyssesBackendDecision.of(opened.decision)
+        self._limits = Limits(arguments.device, arguments.dtype, arguments.max_bytes)
+        self._checked = decision.request.environment.get("COMM_CHECK") == "1"
+        self._execution = Execution(
+            members, opened.session, decision.backend, arguments.device, checked=self._checked
+        )
+        self._decision = UlyssesBackendDecision.of(decision)
         self._topology_decision = UlyssesBackendDecision.of(opened.resolved)
         of_route = None if opened.session is None else opened.session.fallback_reason
         self._fallback_reason = "; ".join(filter(None, (opened.fallback_reason, of_route))) or None
-        self._ordinal = arguments.device.index if arguments.device.type == "cuda" else -1
         properties = None if opened.session is None else opened.session.properties
-        self._preparation = Preparation(self._limits, self.rank, self.world_size, self.backend, properties)
-
-    def _decide(self, asked: Asked) -> Opened:
-        device = asked.device
-        if self._group.size == 1 and asked.backend == "auto" and device is not None:
-            decision = passthrough(asked, device)
-            return Opened(decision, decision, None, decision.reason)
-        decision = resolve(self._group, asked)
-        if self._group.size == 1:
-            return Opened(decision, decision, None, None)
-        assert device is not None
-        return open_transport(self._group, decision, device)
+        self._preparation = Preparation(self._limits, members.rank, members.size, decision.backend, properties)
 
     # Properties
 
@@ -202,17 +165,17 @@ class UlyssesCommunicator:
     @property
     def rank(self) -> int:
         """This rank within the group."""
-        return self._group.rank
+        return self._execution.group.rank
 
     @property
     def world_size(self) -> int:
         """Ranks of the group."""
-        return self._group.size
+        return self._execution.group.size
 
     @property
     def bytes_sent(self) -> int:
         """Bytes that left this rank for others so far; grows with every call that exchanged something."""
-        return self._bytes_sent
+        return self._execution.bytes_sent
 
     # Whole-head calls
 
@@ -241,7 +204,9 @@ class UlyssesCommunicator:
             ClosedError: after `close`.
             TransportError: the exchange failed; the communicator is then broken.
         """
-        return self._run("scatter_heads", self._preparation.whole, "scatter_heads", x, out, dtype, workspace)
+        return self._execution.run(
+            "scatter_heads", self._preparation.whole, "scatter_heads", x, out, dtype, workspace
+        )
 
     def gather_heads(
         self,
@@ -255,7 +220,7 @@ class UlyssesCommunicator:
 
         The inverse of `scatter_heads`; arguments, result and errors as there, with ``S_global % world_size == 0``.
         """
-        return self._run("gather_heads", self._preparation.whole, "gather_heads", x, out, dtype, workspace)
+        return self._execution.run("gather_heads", self._preparation.whole, "gather_heads", x, out, dtype, workspace)
 
     def exchange_chunks(
         self, x: torch.Tensor, *, out: torch.Tensor | None = None, dtype: torch.dtype | None = None
@@ -275,7 +240,7 @@ class UlyssesCommunicator:
         Raises:
             As `scatter_heads`.
         """
-        return self._run("exchange_chunks", self._preparation.whole, "exchange_chunks", x, out, dtype, None)
+        return self._execution.run("exchange_chunks", self._preparation.whole, "exchange_chunks", x, out, dtype, None)
 
     # Head-chunk calls
 
@@ -313,7 +278,7 @@ class UlyssesCommunicator:
             As `scatter_heads`.
         """
         prepare = self._preparation.scatter_qkv_head_chunk
-        return self._run(
+        return self._execution.run(
             "scatter_qkv_head_chunk", prepare, query, key, value, head_offset, head_count, out, workspace
         )
 
@@ -342,7 +307,7 @@ class UlyssesCommunicator:
             As `scatter_heads`.
         """
         prepare = self._preparation.gather_output_head_chunk
-        return self._run("gather_output_head_chunk", prepare, x, local_heads, head_offset, out, workspace)
+        return self._execution.run("gather_output_head_chunk", prepare, x, local_heads, head_offset, out, workspace)
 
     # Storage
 
@@ -363,22 +328,13 @@ class UlyssesCommunicator:
         Raises:
             As `scatter_heads`.
         """
-        self._usable("allocate_output")
-
-        def wanted() -> tuple[Shape, torch.dtype]:
-            if op not in _OPERATIONS:
-                raise ArgumentValueError(f"op must be one of {_OPERATIONS}, got {op!r}")
-            element = self._limits.element(dtype)
-            return self._preparation.output_shape(
-                op, validation.check_operand(x, "x", self._limits, element)
-            ), element
-
+        self._execution.check_usable("allocate_output")
         if self._session is not None and self._session.properties.shared_resources:
             # A rank that refuses its arguments alone would leave the others in the middle of an allocation.
-            shape, element = agree_output(self._group, op, wanted)
+            shape, element = agree_output(self._execution.group, op, lambda: self._preparation.output(x, op, dtype))
         else:
-            shape, element = wanted()
-        with self._on_device():
+            shape, element = self._preparation.output(x, op, dtype)
+        with self._execution.on_device():
             if self._session is None:
                 return torch.empty(shape, dtype=element, device=self.device)
             return self._session.allocate_output(shape, element, self.device)
@@ -396,7 +352,7 @@ class UlyssesCommunicator:
             UnsupportedError: the transport has no such memory, or `pool_bytes` was 0.
             torch.OutOfMemoryError: inside the block, where the arena is exhausted; it says what to raise.
         """
-        self._usable("memory_pool")
+        self._execution.check_usable("memory_pool")
         if self._session is None:
             # One rank: no peer writes anything, so any memory will do.
             return contextlib.nullcontext()
@@ -412,7 +368,7 @@ class UlyssesCommunicator:
             UnsupportedError: the transport takes no staging, only registered outputs.
             ArgumentValueError: `max_elems` is not positive or above the communicator's capacity.
         """
-        self._usable("create_workspace")
+        self._execution.check_usable("create_workspace")
         if self._session is not None and self._session.properties.registered_outputs:
             raise UnsupportedError(
                 f"{self.backend} has no staging buffers: allocate outputs with allocate_output instead"
@@ -427,7 +383,7 @@ class UlyssesCommunicator:
             UnsupportedError: the transport has none; that of comm-pcie has.
             ArgumentTypeError: `out` is no tensor, or `shape` no sequence.
         """
-        self._usable("input_buffer")
+        self._execution.check_usable("input_buffer")
         if self._session is None or not self._session.properties.registered_outputs:
             raise UnsupportedError(
                 f"{self.backend} stages no inputs, so there is nothing to build an operand in: pass any tensor. "
@@ -458,9 +414,9 @@ class UlyssesCommunicator:
             JointError: the codec is missing or broken on some rank (the text names the package to install), or a step
                 of the preparation failed on some rank. What was prepared before stays usable.
         """
-        self._usable("prepare_qkv")
-        codec = find_codec(self._group, quantization)
-        with self._on_device(), torch.no_grad():
+        self._execution.check_usable("prepare_qkv")
+        codec = find_codec(self._execution.group, quantization)
+        with self._execution.on_device(), torch.no_grad():
             return codec.prepare_qkv(self._host, qkv_shape, used_sequence)
 
     def scatter_qkv(
@@ -491,146 +447,24 @@ class UlyssesCommunicator:
         """
         if not isinstance(workspace, CodecWorkspace):  # pyright: ignore[reportUnnecessaryIsInstance]
             # As a call, because in checked mode the other ranks wait for this one's word.
-            return self._run_encoded("scatter_qkv", _refuse_workspace, workspace)
+            return self._execution.run_encoded("scatter_qkv", _refuse_workspace, workspace)
         return workspace.scatter_qkv(self._host, q, k, v, out)
 
     @cached_property
     def _host(self) -> CodecHost:
         return CodecHost(
-            group=self._group,
+            group=self._execution.group,
             session=self._session,
             backend=self.backend,
             device=self.device,
             dtype=self.dtype,
             max_bytes=self.max_bytes,
             checked=self._checked,
-            run=self._run_encoded,
-            launch=self._launch_known,
+            run=self._execution.run_encoded,
+            launch=self._execution.launch_known,
         )
 
-    # Running
-
-    def _run(self, operation: str, prepare: Callable[..., Call], *arguments: object) -> torch.Tensor:
-        """Make a call of what `prepare` makes of `arguments`, alone, on this rank's device, and without gradients."""
-        return self._alone(self._execute, operation, prepare, arguments)
-
-    def _run_encoded(self, operation: str, prepare: Callable[..., EncodedCall], *arguments: object) -> object:
-        return self._alone(self._execute_encoded, operation, prepare, arguments)
-
-    def _alone(self, execute: Callable[..., _T], operation: str, *arguments: object) -> _T:
-        if self._closed or self._detached or self._broken is not None:
-            self._usable(operation)
-        if not self._busy.acquire(False):
-            self._refuse_second(operation)
-        # Both guards cost more than all checks of a known geometry, so each is taken only where it changes something.
-        try:
-            if not _cuda.is_current(self._ordinal):
-                with self._on_device(), torch.no_grad():
-                    return execute(operation, *arguments)
-            if not _is_grad_enabled():
-                return execute(operation, *arguments)
-            _set_grad_enabled(False)
-            try:
-                return execute(operation, *arguments)
-            finally:
-                _set_grad_enabled(True)
-        finally:
-            self._busy.release()
-
-    def _execute(self, operation: str, prepare: Callable[..., Call], arguments: tuple[object, ...]) -> torch.Tensor:
-        call = self._agreed(operation, prepare, arguments) if self._checked else prepare(*arguments)
-        self._calls += 1
-        if self._session is None:
-            return _passthrough(operation, call, self.device)
-        plan, sources, shape, dtype, out, workspace, _ = call
-        if out is None:
-            out = torch.empty(shape, dtype=dtype, device=self.device)
-        staging = None if workspace is None else workspace.staging
-        try:
-            self._session.exchange(plan, sources, out, staging=staging)
-        except Exception as error:
-            self._fail(operation, error)
-            raise
-        if not out.is_inference():
-            # The bytes were written behind autograd's back; its check for tensors changed in place must know.
-            _increment_version(out)
-        self._bytes_sent += plan.remote_send_bytes
-        return out
-
-    def _execute_encoded(
-        self, operation: str, prepare: Callable[..., EncodedCall], arguments: tuple[object, ...]
-    ) -> object:
-        call = self._agreed(operation, prepare, arguments) if self._checked else prepare(*arguments)
-        self._calls += 1
-        try:
-            result = call.execute()
-        except Exception as error:
-            self._fail(operation, error)
-            raise
-        # It knows that tensors made in inference mode have no version.
-        _increment_version(call.outputs)
-        self._bytes_sent += call.sent_bytes
-        return result
-
-    def _launch_known(
-        self, operation: str, execute: Callable[[], None], outputs: Sequence[torch.Tensor], sent_bytes: int
-    ) -> None:
-        """Make an encoded call of which nothing is left to check; see `CodecHost.launch`."""
-        if self._closed or self._detached or self._broken is not None:
-            self._usable(operation)
-        if not self._busy.acquire(False):
-            self._refuse_second(operation)
-        try:
-            self._calls += 1
-            try:
-                if _cuda.is_current(self._ordinal):
-                    execute()
-                else:
-                    with self._on_device():
-                        execute()
-            except Exception as error:
-                self._fail(operation, error)
-                raise
-            _increment_version(outputs)
-            self._bytes_sent += sent_bytes
-        finally:
-            self._busy.release()
-
-    def _agreed(self, operation: str, prepare: Callable[..., AnyCall], arguments: tuple[object, ...]) -> AnyCall:
-        return agree(self._group, operation, self._number, self._calls, lambda: prepare(*arguments))
-
-    def _fail(self, operation: str, error: Exception) -> None:
-        """Break the communicator over an exchange that ended in `error`, unless that only refused the call.
-
-        Raises:
-            TransportError: the exchange broke in a way that does not say so itself.
-        """
-        if isinstance(error, TransportError):
-            self._broken = str(error)
-        elif not isinstance(error, CommError) or isinstance(error, CudaCallError):
-            # After a CUDA error a part may have been enqueued; all other errors of ours come before anything is.
-            self._broken = f"{operation} over {self.backend} failed: {type(error).__name__}: {error}"
-            raise TransportError(self._broken) from error
-
-    def _refuse_second(self, operation: str) -> NoReturn:
-        raise UnsupportedError(
-            f"{operation}: another call of this communicator is running in another thread; a communicator takes "
-            "one call at a time, make one for each thread"
-        )
-
-    def _usable(self, operation: str) -> None:
-        if self._closed:
-            raise ClosedError(f"{operation}: this communicator is closed")
-        if self._broken is not None:
-            raise TransportError(f"{operation}: this communicator is broken since an earlier failure: {self._broken}")
-        if self._detached:
-            raise CheckpointError(
-                f"{operation}: this communicator is detached since checkpoint_prepare; call checkpoint_restore on "
-                "every rank first"
-            )
-
-    def _on_device(self) -> contextlib.AbstractContextManager[object]:
-        return _cuda.device_guard(self.device)
+    # Stalls
 
     def check(self) -> None:
         """Raise if an earlier call has stalled on the device. Local; for those who replay graphs and make no calls.
@@ -638,13 +472,7 @@ class UlyssesCommunicator:
         Raises:
             PeerStalledError: it names the rank that was waited for; the communicator is then broken on every rank.
         """
-        self._usable("check")
-        if self._session is not None:
-            try:
-                self._session.check()
-            except TransportError as error:
-                self._broken = str(error)
-                raise
+        self._execution.check()
 
     # Checkpoint
 
@@ -662,10 +490,9 @@ class UlyssesCommunicator:
                 nothing has changed.
             CheckpointError: it failed half-way. The communicator is then of no more use, on any rank.
         """
-        self._transition("checkpoint_prepare", lambda session: session.checkpoint_prepare())
-        if self._session is not None:
-            self._detached = True
-            self._regroup(DetachedGroup(self._group, "this communicator"))
+        self._execution.checkpoint_prepare()
+        # The object stays: workspaces of codecs know their communicator by it.
+        self._host.group = self._execution.group
 
     def checkpoint_restore(self, comm_backend: CommBackend | ProcessGroup | Group | None) -> None:
         """Bring the memory back at the same addresses, after the process was restored. Collective.
@@ -682,36 +509,8 @@ class UlyssesCommunicator:
             JointValueError: a rank has another place in it. On every rank; nothing has changed.
             JointError, CheckpointError, UnsupportedError: as in `checkpoint_prepare`.
         """
-        group = group_of(comm_backend)
-        self._transition("checkpoint_restore", lambda session: session.checkpoint_restore(group))
-        if self._session is not None and self._detached:
-            self._detached = False
-            self._regroup(group)
-            self._number = group.token()
-
-    def _transition(self, operation: str, run: Callable[[TransportSession], None]) -> None:
-        if not self._detached:
-            self._usable(operation)
-        # A call of another thread is waited for: a refusal here alone would leave the other ranks to their deadline.
-        if not self._busy.acquire(timeout=self._group.timeout_s):
-            raise UnsupportedError(
-                f"{operation}: a call of this communicator has been running in another thread for "
-                f"{self._group.timeout_s:g} s (COMM_TIMEOUT_S)"
-            )
-        try:
-            if self._session is not None:
-                with self._on_device():
-                    run(self._session)
-        except CheckpointError as error:
-            self._broken = str(error)
-            raise
-        finally:
-            self._busy.release()
-
-    def _regroup(self, group: Group) -> None:
-        self._group = group
-        # The object stays: workspaces of codecs know their communicator by it.
-        self._host.group = group
+        self._execution.checkpoint_restore(group_of(comm_backend))
+        self._host.group = self._execution.group
 
     # End of life
 
@@ -727,17 +526,7 @@ class UlyssesCommunicator:
             JointError: something could not be released on some rank.
             GroupTimeoutError: a rank did not come; what only this rank uses was released.
         """
-        if self._closed:
-            return
-        if self._session is not None:
-            try:
-                with self._on_device():
-                    self._session.close(timeout)
-            except GroupTimeoutError:
-                # What could be released here is released, and the rest never can be: there is nothing to try again.
-                self._closed = True
-                raise
-        self._closed = True
+        self._execution.close(timeout)
 
     def __enter__(self) -> UlyssesCommunicator:
         """Return the communicator itself."""
@@ -750,7 +539,7 @@ class UlyssesCommunicator:
     def __del__(self) -> None:
         """Warn about shared memory that was not released; never communicate."""
         session = getattr(self, "_session", None)
-        if session is not None and not self._closed and session.properties.shared_resources:
+        if session is not None and not self._execution.closed and session.properties.shared_resources:
             warnings.warn(
                 f"a UlyssesCommunicator over {self.backend} was never closed: its shared memory is kept until the "
                 "process ends; use it as a context manager or call close() on every rank",
@@ -761,10 +550,10 @@ class UlyssesCommunicator:
 
     def __repr__(self) -> str:
         """Return rank, backend and state."""
-        state = "closed" if self._closed else "broken" if self._broken else "detached" if self._detached else "open"
         return (
             f"UlyssesCommunicator(rank={self.rank}/{self.world_size}, backend={self.backend!r}, "
-            f"dtype={dtype_name(self.dtype)}, device={self.device}, max_bytes={self.max_bytes}, {state})"
+            f"dtype={dtype_name(self.dtype)}, device={self.device}, max_bytes={self.max_bytes}, "
+            f"{self._execution.state})"
         )
 
 
@@ -774,14 +563,14 @@ def _refuse_workspace(workspace: object) -> NoReturn:
     )
 
 
-def _passthrough(operation: str, call: Call, device: torch.device) -> torch.Tensor:
-    """Run a call of one rank: whole-head calls are the identity, head-chunk calls a local copy."""
-    source = call.sources[0]
-    if call.out is None and len(call.sources) == 1:
-        return source
-    out = call.out
-    if out is None:
-        out = torch.empty(call.shape, dtype=call.dtype, device=device)
-    if out is not source:
-        strided.copy_local(call.plan.sends, call.sources, out)
-    return out
+def _decide_and_open(group: Group, asked: Asked) -> Opened:
+    """Decide, and open what was decided; one rank exchanges nothing. Collective."""
+    device = asked.device
+    if group.size == 1 and asked.backend == "auto" and device is not None:
+        decision = passthrough(asked, device)
+        return Opened(decision, decision, None, decision.reason)
+    decision = resolve(group, asked)
+    if group.size == 1:
+        return Opened(decision, decision, None, None)
+    assert device is not None
+    return open_transport(group, decision, device)

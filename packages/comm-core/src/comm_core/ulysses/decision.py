@@ -160,7 +160,10 @@ def decide_ulysses_backend(
             plan = UlyssesPciePlan.from_json(item.plan) if item.name == "pcie" and item.plan is not None else None
             return UlyssesBackendDecision(item.name, item.reason, plan, considered)
     if requested != "auto":
-        raise UlyssesBackendError(f"backend {requested!r} was asked for and can't be used: {considered[0].reason}")
+        reason = considered[0].reason
+        error = UlyssesBackendError(f"backend {requested!r} was asked for and can't be used: {reason}")
+        error.reason = reason
+        raise error
     fallback = "gloo" if all(item.device.kind == "cpu" for item in facts) else "nccl"
     reason = "every rank is on the CPU" if fallback == "gloo" else considered[0].reason
     return UlyssesBackendDecision(fallback, reason, None, (*considered, Considered(fallback, True, reason)))

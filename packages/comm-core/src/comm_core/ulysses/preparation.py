@@ -18,7 +18,10 @@ from comm_core.ulysses.head_chunk import check_heads, check_qkv
 from comm_core.ulysses.validation import Limits, Shape, byte_range, check_disjoint, positive_int, strides_of
 from comm_core.ulysses.workspace import UlyssesWorkspace, check_workspace
 
-__all__ = ["Preparation"]
+__all__ = ["WHOLE_HEAD_CALLS", "Preparation"]
+
+WHOLE_HEAD_CALLS = ("scatter_heads", "gather_heads", "exchange_chunks")
+"""Operations whose output's shape follows from the operand's alone."""
 
 
 class Preparation:
@@ -118,6 +121,17 @@ class Preparation:
                 pass
         return self._check_gather_output(key, x, local_heads, head_offset, out, workspace)
 
+    def output(self, x: object, operation: str, dtype: object) -> tuple[Shape, torch.dtype]:
+        """Return shape and element type of an output for whole-head calls like ``operation(x)``.
+
+        Raises:
+            ArgumentTypeError, ArgumentValueError: there are no such calls.
+        """
+        if operation not in WHOLE_HEAD_CALLS:
+            raise ArgumentValueError(f"op must be one of {WHOLE_HEAD_CALLS}, got {operation!r}")
+        element = self._limits.element(dtype)
+        return self._output_shape(operation, validation.check_operand(x, "x", self._limits, element)), element
+
     # The full checks
 
     def _check_whole(
@@ -126,7 +140,7 @@ class Preparation:
         element = self._limits.element(dtype)
         shape = validation.check_operand(x, "x", self._limits, element)
         assert isinstance(x, torch.Tensor)
-        shape_out = self.output_shape(operation, shape)
+        shape_out = self._output_shape(operation, shape)
         target = None if out is None else validation.check_out(out, shape_out, self._limits, element)
         if target is not None and not (self._size == 1 and target is x):
             check_disjoint(target, "out", x, "x")
@@ -140,7 +154,7 @@ class Preparation:
         geometry: dict[str, Json] = {"shape": list(shape), "dtype": dtype_name(element)}
         return self._found_good(key, plan, (x,), shape_out, element, x.numel(), geometry, target, staging)
 
-    def output_shape(self, operation: str, shape: Shape) -> Shape:
+    def _output_shape(self, operation: str, shape: Shape) -> Shape:
         """Return what a whole-head operation makes of `shape`.
 
         Raises:
@@ -211,7 +225,7 @@ class Preparation:
         shape = validation.check_strided(x, "x", self._limits, element)
         assert isinstance(x, torch.Tensor)
         validation.check_capacity(shape, element, self._limits.max_bytes, "x")
-        b, s, h, d = self.output_shape("gather_heads", shape)
+        b, s, h, d = self._output_shape("gather_heads", shape)
         local = positive_int(local_heads, "local_heads")
         offset, _ = validation.check_band(head_offset, shape[2], local)
         shape_out = (b, s, self._size * local, d)

@@ -78,9 +78,11 @@ __device__ __forceinline__ void begin(Member& m) {
   m.call.deadline_ns = now_ns() + m.p.session.timeout_ns;
 }
 
-// Before the first stores of two shots: that this rank has come, for `culprit`.
+// Before the first stores of two shots: that this rank has come, for `culprit`. A warp, all lanes
+// or none: each has read for itself whether somebody has given up, and what they saw may differ.
 __device__ __forceinline__ void announce_start(const Member& m) {
-  if (m.good() && blockIdx.x == 0 && threadIdx.x < 32) announce_to_all(m.call, 0, 0);
+  if (blockIdx.x != 0 || threadIdx.x >= 32) return;
+  if (!__any_sync(0xffffffffu, !m.good())) announce_to_all(m.call, 0, 0);
 }
 
 // The sum alone. Vectors are dealt to the threads of all blocks in turn.
