@@ -225,51 +225,131 @@ def test_who_lacks_a_sum_waits_longer_than_who_lacks_the_operand(module: Module)
     assert run_threads(3, kept_waiting, module, timeout_s=30) == [1] * 3
 
 
-ROWS = 4
+EMPTY = 0x80000000
+"""Twin: include/comm_core/lamport.cuh, kLamportEmpty."""
+GIVEN_UP = -(1 << 31) | 1 << 8 | 1
+"""The abort word where rank 1 gives up and names itself. Twin: include/comm_core/signal.cuh, abort_code."""
+ROUNDS = 4
 
 
-def told_in_the_middle(group: Group, module: Module) -> None:
-    """Rank 0 makes a call that tells itself, after its first row, that rank 1 has given up.
+class Told:
+    """Rank 0 of two in a call that tells itself that rank 1 has given up.
 
-    What it writes for that row lies in its own abort word. Of rank 1 everything is there from the beginning.
+    What it stores in the first round of a loop lies in its own abort word, so that the moment is exact. From rank 1
+    everything is there from the beginning.
+
+    Args:
+        session: of rank 0.
+        vectors: that come from rank 1.
     """
-    with host.opened(Workspace, group, module, 1 << 12) as workspace:
-        session = workspace._session
+
+    def __init__(self, session: Any, vectors: int) -> None:
+        self.session = session
+        self.abort = session._signals.addresses[0]
+        epoch = ctypes.c_uint32.from_address(self.abort + 2 * 128).value + 1
+        self.half = (epoch & 1) * session._half_bytes
+        self.buffers = session._addresses
+        mine, theirs = (self.words(self.buffers[rank] + self.half, vectors) for rank in (0, 1))
+        assert list(mine) == list(theirs) == [EMPTY] * 4 * vectors
+        ctypes.memset(mine, 0, 16 * vectors)
+        self.arrived = theirs
+
+    @staticmethod
+    def words(address: int, vectors: int) -> ctypes.Array[ctypes.c_uint32]:
+        return (ctypes.c_uint32 * (4 * vectors)).from_address(address)
+
+    def sent(self, vector: int) -> bool:
+        return list(self.arrived[4 * vector : 4 * vector + 4]) != [EMPTY] * 4
+
+
+def told_in_rows(told: Told, encoding: Encoding) -> list[bool]:
+    """A row is one vector, which one lane has."""
+    x, gamma, quantized = torch.ones(ROUNDS, 4), torch.ones(4), torch.zeros(ROUNDS, 4, dtype=torch.uint8)
+    residual = torch.zeros(ROUNDS, 4, dtype=torch.int32)
+    x[0, 0], residual[0, 0] = 0, GIVEN_UP
+    epilogue = Epilogue(
+        residual_in=residual.data_ptr(),
+        residual_out=told.abort,
+        gamma=gamma.data_ptr(),
+        quant_out=quantized.data_ptr() if encoding else 0,
+        scale_value=1.0,
+        encoding=encoding,
+        rows=ROUNDS,
+        row_vectors=1,
+        hidden=4,
+    )
+    launch = Launch(1, LANES, 1, 2 * LANES * 16)
+    told.session.reduce(x.data_ptr(), 0, "float32", Shape(ROUNDS, 16, ROUNDS, False), launch, epilogue)
+    return [told.sent(row) for row in range(ROUNDS)]
+
+
+def told_in_one_shot(told: Told) -> list[bool]:
+    """A round is a vector of every lane; here are those of the first one."""
+    x = torch.zeros(ROUNDS * LANES, 4, dtype=torch.int32)
+    x[0, 0] = GIVEN_UP
+    shape = Shape(ROUNDS * LANES, 16, ROUNDS * LANES, False)
+    told.session.reduce(x.data_ptr(), told.abort, "float32", shape, Launch(1, LANES))
+    return [told.sent(LANES * place) for place in range(ROUNDS)]
+
+
+def told_in_two_shots(told: Told) -> list[bool]:
+    """The same, of the sums that rank 0 owns: it has its signals where it stores those for rank 1."""
+    own = ROUNDS * LANES
+    x = torch.zeros(2 * own, 4, dtype=torch.int32)
+    x[0, 0] = GIVEN_UP
+    out = torch.zeros(2 * own, 4)
+    # A slot for this rank, and the sums, with signals that have no abort and the epoch that the real ones have.
+    arena = torch.full((own * 16 + (1 << 14),), 0x55, dtype=torch.uint8)
+    signals = arena.data_ptr() + own * 16
+    ctypes.memset(signals, 0, 4 * 128)
+    ctypes.memmove(signals + 2 * 128, told.abort + 2 * 128, 4)
+    addresses = ctypes.c_uint64.from_address(told.session._session + 16)
+    before, peer = addresses.value, told.buffers[1]
+    addresses.value, told.buffers[1] = signals, arena.data_ptr() - told.half
+    try:
+        shape = Shape(2 * own, 16, own, True)
+        told.session.reduce(x.data_ptr(), out.data_ptr(), "float32", shape, Launch(1, LANES))
+    finally:
+        addresses.value, told.buffers[1] = before, peer
+    sums = told.words(signals, own)
+    assert sums[0] == GIVEN_UP & 0xFFFFFFFF
+    return [sums[4 * LANES * place] != 0x55555555 for place in range(ROUNDS)]
+
+
+def told_in_the_middle(group: Group, module: Module, way: str) -> tuple[str, list[bool]]:
+    """Return the kernel that ran, and in which rounds rank 0 stored for rank 1."""
+    with host.opened(Workspace, group, module, 1 << 13) as workspace:
         if group.rank == 1:
             group.barrier("test")
-            return
-        signals, buffers = session._signals.addresses[0], session._addresses
-        epoch = ctypes.c_uint32.from_address(signals + 2 * 128).value + 1
-        half = (epoch & 1) * session._half_bytes
-        mine, theirs = ((ctypes.c_uint32 * (4 * ROWS)).from_address(buffers[rank] + half) for rank in (0, 1))
-        empty = 0x80000000
-        assert list(mine) == list(theirs) == [empty] * 4 * ROWS
-        ctypes.memset(mine, 0, 16 * ROWS)
-        x, gamma = torch.ones(ROWS, 4), torch.ones(4)
-        # Rank 1 gives up, and names itself. Twin: include/comm_core/signal.cuh, abort_code.
-        code = torch.zeros(ROWS, 4, dtype=torch.int32)
-        code[0, 0] = -(1 << 31) | 1 << 8 | 1
-        x[0, 0] = 0
-        epilogue = Epilogue(
-            residual_in=code.data_ptr(),
-            residual_out=signals,
-            gamma=gamma.data_ptr(),
-            rows=ROWS,
-            row_vectors=1,
-            hidden=4,
-        )
-        shape = Shape(ROWS, 16, ROWS, False)
-        session.reduce(x.data_ptr(), 0, "float32", shape, Launch(1, LANES), epilogue)
-        assert host.launched(module) == "comm::vector_kernel<comm::Float32, true>"
-        sent = [list(theirs)[4 * row : 4 * row + 4] != [empty] * 4 for row in range(ROWS)]
-        # Nothing but what is sent ahead of the row after which it was told.
-        assert sent == [True, True, False, False]
+            return "", []
+        told = Told(workspace._session, ROUNDS * LANES)
+        if way == "one shot":
+            sent = told_in_one_shot(told)
+        elif way == "two shots":
+            sent = told_in_two_shots(told)
+        else:
+            sent = told_in_rows(told, Encoding.FP8 if way == "encoded" else Encoding.NONE)
+        kernel = host.launched(module)
         with pytest.raises(PeerStalledError) as caught:
             workspace.check()
         assert caught.value.waited_for == 1
         group.barrier("test")
+        return kernel.removeprefix("comm::"), sent
 
 
-def test_a_rank_that_is_told_in_the_middle_of_a_call_stores_nothing_more(module: Module) -> None:
-    """Who gave up has left, and may take its memory away once all have been told."""
-    run_threads(2, told_in_the_middle, module, timeout_s=30)
+@pytest.mark.parametrize(
+    ("way", "kernel", "ahead"),
+    [
+        ("one shot", "reduce_kernel<comm::Float32, false>", 1),
+        # Sums are not sent ahead.
+        ("two shots", "reduce_kernel<comm::Float32, true>", 0),
+        ("rows", "vector_kernel<comm::Float32, true>", 1),
+        ("encoded", "fused_kernel<comm::Float32, false, true>", 1),
+    ],
+)
+def test_a_rank_that_is_told_in_the_middle_of_a_call_stores_nothing_more(
+    module: Module, way: str, kernel: str, ahead: int
+) -> None:
+    """But what it has sent ahead. Who gave up has left, and takes its memory away once all have been told."""
+    found = run_threads(2, told_in_the_middle, module, way, timeout_s=30)[0]
+    assert found == (kernel, [place <= ahead for place in range(ROUNDS)])
