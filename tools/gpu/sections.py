@@ -180,9 +180,19 @@ def links(context: Context, section: Section) -> None:
 def kill(context: Context, section: Section) -> None:
     """Kill a rank that is at work."""
     # Under MPS, what happens to the others is undefined.
+    _without_mps(context.changed(GPU_CHECK_KILL="1"), section, "SIGKILL", "*_kill.py")
+
+
+def checkpoint(context: Context, section: Section) -> None:
+    """Let the driver take ranks that are detached, and bring them back."""
+    # It refuses clients of MPS.
+    _without_mps(context.changed(GPU_CHECK_CHECKPOINT="1"), section, "checkpoint", "*_checkpoint.py")
+
+
+def _without_mps(context: Context, section: Section, name: str, pattern: str) -> None:
     section.notes.append("Without MPS: ranks on one GPU take turns.")
-    files = [str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("packages/*/tests/gpu/*_kill.py"))]
-    _pytest(context.changed(GPU_CHECK_KILL="1"), section, "SIGKILL", files, 120)
+    files = [str(path.relative_to(ROOT)) for path in sorted(ROOT.glob(f"packages/*/tests/gpu/{pattern}"))]
+    _pytest(context, section, name, files, 120)
 
 
 # The sanitizer
@@ -400,6 +410,7 @@ SECTIONS: Mapping[str, tuple[str, Callable[[Context, Section], None]]] = {
     "tests": ("Tests, all ranks on one GPU", tests),
     "links": ("Tests across GPUs", links),
     "kill": ("SIGKILL of a rank", kill),
+    "checkpoint": ("The driver's own checkpoint", checkpoint),
     "sanitizer": ("compute-sanitizer", sanitizer),
     "bench": ("Benchmarks, all ranks on one GPU", bench),
     "bench-links": ("Benchmarks, a GPU for each rank", bench_links),
