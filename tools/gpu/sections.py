@@ -192,7 +192,7 @@ def checkpoint(context: Context, section: Section) -> None:
 def _without_mps(context: Context, section: Section, name: str, pattern: str) -> None:
     section.notes.append("Without MPS: ranks on one GPU take turns.")
     files = [str(path.relative_to(ROOT)) for path in sorted(ROOT.glob(f"packages/*/tests/gpu/{pattern}"))]
-    _pytest(context, section, name, files, 120)
+    _pytest(context, section, name, files, 300)
 
 
 # The sanitizer

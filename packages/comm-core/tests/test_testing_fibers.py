@@ -5,13 +5,12 @@ from __future__ import annotations
 import ctypes
 import re
 import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from comm_core.testing.host_modules import FIBER_FLAGS, FIBERS
+from comm_core.testing.host_modules import compile_fibers
 
 SOURCE = """
 struct Params {
@@ -90,15 +89,10 @@ Run = Callable[..., str]
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
     if shutil.which("g++") is None:
         pytest.skip("g++ is not installed")
-    folder: Path = tmp_path_factory.mktemp("fibers")
-    source, library = folder / "kernel.cpp", folder / "kernel.so"
-    source.write_text(f'#include "{FIBERS}"\n{SOURCE}', encoding="utf-8")
-    flags = [*FIBER_FLAGS, "-Wno-misleading-indentation", f"-DCOMM_HOST_BLOCKS={request.param}", "-shared"]
-    done = subprocess.run(
-        ["g++", *flags, str(source), "-o", str(library)], capture_output=True, text=True, timeout=100, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    function = ctypes.CDLL(str(library)).run
+    # A path that a shell would take apart.
+    folder: Path = tmp_path_factory.mktemp("the fibers' own")
+    flags = ("-Wno-misleading-indentation", f"-DCOMM_HOST_BLOCKS={request.param}")
+    function = ctypes.CDLL(str(compile_fibers(SOURCE, folder / "kernel", flags=flags))).run
     function.restype = ctypes.c_char_p
 
     def call(which: int, threads: int = 64, *, large: bool = False, out: ctypes.Array[ctypes.c_uint32]) -> str:

@@ -14,8 +14,8 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Generator
+from typing import Any, cast
 
 import pytest
 import torch
@@ -42,6 +42,7 @@ from comm_core.testing.ranks import RankPool
 from comm_core.transport.dist import DistSession
 from comm_core.transport.interface import Transport, Verdict
 from comm_core.ulysses import codec, validation
+from comm_core.ulysses.execution import Execution
 
 F32 = torch.float32
 
@@ -483,9 +484,9 @@ def test_a_rank_that_is_gone_or_silent_ends_in_an_error_that_names_it(ranks: Ran
 # Threads and life cycle
 
 
-def test_two_threads_in_one_communicator_are_refused() -> None:
-    """F2: one collective at a time."""
-    comm = single()
+@contextlib.contextmanager
+def in_a_call(comm: UlyssesCommunicator) -> Generator[threading.Event]:
+    """Keep another thread in a call for the block, or until the event is set."""
     entered, leave = threading.Event(), threading.Event()
 
     class Slow(torch.Tensor):
@@ -498,13 +499,56 @@ def test_two_threads_in_one_communicator_are_refused() -> None:
     slow = x4().as_subclass(Slow)
     thread = threading.Thread(target=lambda: comm.scatter_heads(slow))
     thread.start()
-    assert entered.wait(10)
-    with pytest.raises(UnsupportedError, match="another thread"):
+    try:
+        assert entered.wait(10)
+        yield leave
+    finally:
+        leave.set()
+        thread.join(20)
+
+
+def test_two_threads_in_one_communicator_are_refused() -> None:
+    """F2: one collective at a time."""
+    comm = single()
+    with in_a_call(comm), pytest.raises(UnsupportedError, match="another thread"):
         comm.scatter_heads(x4())
-    leave.set()
-    thread.join(20)
     x = x4()
     assert comm.scatter_heads(x) is x
+
+
+def test_closing_waits_for_a_call_of_another_thread() -> None:
+    """What the call launches must not find its memory unmapped."""
+    comm = single()
+    with in_a_call(comm) as leave:
+        with pytest.raises(UnsupportedError, match=r"close: a call .* another thread for 0\.05 s"):
+            comm.close(timeout=0.05)
+        assert comm._execution.state == "open"
+        threading.Timer(0.1, leave.set).start()
+        comm.close()
+    assert comm._execution.state == "closed"
+
+
+def test_two_threads_that_close_do_it_once() -> None:
+    closed: list[float | None] = []
+    both = threading.Barrier(2)
+
+    class Session:
+        def close(self, timeout_s: float | None) -> None:
+            closed.append(timeout_s)
+            time.sleep(0.1)
+
+    execution = Execution(thread_groups(1)[0], cast("Any", Session()), "fake", torch.device("cpu"), checked=False)
+
+    def close() -> None:
+        both.wait(10)
+        execution.close(None)
+
+    threads = [threading.Thread(target=close) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert closed == [None] and execution.state == "closed"
 
 
 def test_a_closed_communicator_says_so_and_closes_again_quietly() -> None:

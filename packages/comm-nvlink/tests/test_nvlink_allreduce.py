@@ -309,13 +309,16 @@ def test_rows_that_no_block_has_room_for_are_refused(module: Module) -> None:
 def silent(group: Group, module: Module, pattern: int, use_oneshot: bool, poison: bool) -> tuple[int, list[Any]]:
     """Rank 1 makes one call less; the others name it, and what they have is NaN."""
     case = Case(CODE(pattern), 4, 128, use_oneshot=use_oneshot)
-    with host.opened(Workspace, group, module, 4 * 128 * 4, timeout_s=0.3, poison=poison) as workspace:
+    with host.opened(Workspace, group, module, 4 * 128 * 4, poison=poison) as workspace:
         call(workspace, case, 0)
+        host.set_deadline(workspace, 1)
+        operands, made = make_operands(case, group.size, 1), make_outputs(case, host.CPU)
+        given = allreduce_cases.arguments(case, operands, host.CPU)
+        # Who comes late is named too.
+        group.barrier("test")
         if group.rank == 1:
             group.barrier("test")
             return 1, []
-        operands, made = make_operands(case, group.size, 1), make_outputs(case, host.CPU)
-        given = allreduce_cases.arguments(case, operands, host.CPU)
         allreduce_fusion(operands.parts[group.rank], workspace, pattern, **given, **made)
         with pytest.raises(PeerStalledError, match=f"rank {group.rank}: |waiting for rank 1") as caught:
             allreduce_fusion(operands.parts[group.rank], workspace, pattern, **given, **made)
@@ -355,9 +358,12 @@ def starts_and_stops(group: Group, module: Module) -> int:
     Half a warp at most has a vector of this rank's part: the other half has only a sum to wait for, and longer.
     """
     case = Case(CODE.kAllReduce, 4, 128, use_oneshot=False)
-    with host.opened(Workspace, group, module, 4 * 128 * 4, timeout_s=1) as workspace:
+    with host.opened(Workspace, group, module, 4 * 128 * 4) as workspace:
         blocks = workspace._session._signals.addresses
         call(workspace, case, 0)
+        host.set_deadline(workspace, 1)
+        operands, made = make_operands(case, group.size, 1), make_outputs(case, host.CPU)
+        given = allreduce_cases.arguments(case, operands, host.CPU)
         group.barrier("test")
         if group.rank == 1:
             epoch = ctypes.c_uint32.from_address(blocks[1] + 2 * 128).value + 1
@@ -365,8 +371,6 @@ def starts_and_stops(group: Group, module: Module) -> int:
                 ctypes.c_uint32.from_address(blocks[rank] + _READY + 128).value = epoch
             group.barrier("test")
             return 1
-        operands, made = make_operands(case, group.size, 1), make_outputs(case, host.CPU)
-        given = allreduce_cases.arguments(case, operands, host.CPU)
         allreduce_fusion(operands.parts[group.rank], workspace, case.pattern, **given, **made)
         group.barrier("test")
         with pytest.raises(PeerStalledError) as caught:
@@ -383,7 +387,9 @@ def test_a_rank_that_stops_after_its_announcement_is_named(module: Module, ranks
 def late(group: Group, module: Module) -> None:
     """A rank that comes after the deadline is told, and writes no result either."""
     case = Case(CODE.kAllReduce, 2, 64)
-    with host.opened(Workspace, group, module, 2 * 64 * 4, timeout_s=0.2) as workspace:
+    with host.opened(Workspace, group, module, 2 * 64 * 4) as workspace:
+        host.set_deadline(workspace, 1)
+        group.barrier("test")
         operands = make_operands(case, group.size, 0)
         if group.rank == 1:
             group.barrier("test")

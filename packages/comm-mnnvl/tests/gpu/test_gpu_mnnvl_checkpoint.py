@@ -1,8 +1,8 @@
 """The driver's own checkpoint of processes that share memory: after ``checkpoint_prepare`` it takes them, and a
 captured graph replays afterwards.
 
-``GPU_CHECK_CHECKPOINT=1`` and no MPS: a client of MPS can't be checkpointed. The processes' GPU state goes to host
-memory and comes back; the processes themselves go on.
+``python tools/gpu_check.py --only checkpoint`` runs this, with ``GPU_CHECK_CHECKPOINT=1`` and no MPS: a client of MPS
+can't be checkpointed. The processes' GPU state goes to host memory and comes back; the processes themselves go on.
 
 Processes need a GPU each. Without MPS those that share one take turns on it every few milliseconds; after the driver
 has restored one, its kernels run to their end instead, so two that wait for each other do so in vain
@@ -129,8 +129,10 @@ def checkpointed_processes(group: Any) -> None:
         group.barrier().wait()
 
     def between() -> None:
-        driver_checkpoint(os.getpid())
-        meet()
+        try:
+            driver_checkpoint(os.getpid())
+        finally:
+            meet()
 
     with torch.cuda.stream(torch.cuda.Stream()):
         detached_and_restored(group, device, meet, lambda: new_group_of(group), between)
@@ -156,9 +158,11 @@ def checkpointed_threads(process_group: Any) -> None:
 
         def between() -> None:
             meet()
-            if group.rank == 0:
-                driver_checkpoint(os.getpid())
-            meet()
+            try:
+                if group.rank == 0:
+                    driver_checkpoint(os.getpid())
+            finally:
+                meet()
 
         with torch.cuda.stream(torch.cuda.Stream()):
             detached_and_restored(group, device, meet, lambda: again[group.rank], between)
@@ -204,6 +208,7 @@ def slept(checkpoint: bool) -> float:
     finally:
         for sleeper in sleepers:
             sleeper.kill()
+            sleeper.communicate()
 
 
 def test_kernels_take_turns_until_the_driver_restores_a_process() -> None:

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import importlib
 from collections.abc import Generator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from comm_core.group import Group
     from comm_core.jit.spec import ModuleSpec
 
-__all__ = ["CPU", "ONE_BLOCK", "build", "launched", "meetings", "opened"]
+__all__ = ["CPU", "ONE_BLOCK", "build", "launched", "meetings", "opened", "set_deadline"]
 
 _Workspace = TypeVar("_Workspace", bound=WindowAllReduceWorkspace)
 
@@ -98,3 +99,10 @@ def opened(
         yield made
     finally:
         made.destroy(10)
+
+
+def set_deadline(workspace: WindowAllReduceWorkspace, timeout_s: float) -> None:
+    """Let this rank's later calls wait no longer than that: opening under a short deadline is another matter."""
+    session: Any = workspace._session  # pyright: ignore[reportPrivateUsage]
+    session._struct = replace(session._struct, timeout_ns=int(timeout_s * 1e9))
+    session._pack()

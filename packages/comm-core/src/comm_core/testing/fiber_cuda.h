@@ -129,7 +129,8 @@ inline std::string lines_from(const std::string& command) {
   std::string lines;
   char line[4096];
   while (fgets(line, sizeof(line), output) != nullptr) {
-    std::string text(line, strcspn(line, " \n"));  // "(discriminator 3)" may follow
+    std::string text(line, strcspn(line, "\n"));
+    text = text.substr(0, text.find(" (discriminator"));
     if (text.find("??") != std::string::npos) continue;
     lines += (lines.empty() ? "" : " < ") + text.substr(text.rfind('/') + 1);
   }
@@ -141,7 +142,11 @@ inline std::string lines_from(const std::string& command) {
 inline std::string lines_of(const Site& site) {
   Dl_info library, other;
   if (dladdr(site.calls[0], &library) == 0) return "";
-  std::string command = "addr2line -i -e '" + std::string(library.dli_fname) + "'";
+  std::string command = "addr2line -i -e '";
+  for (const char* next = library.dli_fname; *next != '\0'; ++next) {
+    command += *next == '\'' ? "'\\''" : std::string(1, *next);
+  }
+  command += "'";
   char address[32];
   for (const char* call : site.calls) {
     if (call == nullptr || dladdr(call, &other) == 0 || other.dli_fbase != library.dli_fbase) break;

@@ -17,7 +17,7 @@ from pathlib import Path
 import comm_core
 from comm_core.jit.spec import ModuleSpec
 
-__all__ = ["FIBERS", "FIBER_FLAGS", "HOST_WINDOWS", "compile_for_host", "compile_with_fibers"]
+__all__ = ["FIBERS", "FIBER_FLAGS", "HOST_WINDOWS", "compile_fibers", "compile_for_host", "compile_with_fibers"]
 
 _CORE = Path(comm_core.__file__).parent
 HOST_WINDOWS = Path(__file__).with_name("host_windows.h")
@@ -80,10 +80,18 @@ def compile_with_fibers(spec: ModuleSpec, package: Path, folder: Path, *, flags:
         folder: where the library goes.
         flags: further flags of the compiler.
     """
-    source, library = folder / f"{spec.name}_fibers.cpp", folder / f"{spec.name}_fibers.so"
-    lines = [f'#include "{path}"' for path in (FIBERS, *(package / item for item in spec.sources))]
-    source.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    includes = [f"-I{_CORE / 'include'}", f"-I{package / 'include'}"]
-    command = ["g++", *FIBER_FLAGS, "-shared", *includes, *flags, str(source), "-o", str(library)]
+    text = "".join(f'#include "{package / item}"\n' for item in spec.sources)
+    includes = f"-I{package / 'include'}"
+    return compile_fibers(text, folder / f"{spec.name}_fibers", flags=(includes, *flags))
+
+
+def compile_fibers(text: str, to: Path, *, flags: Sequence[str] = ()) -> Path:
+    """Compile CUDA source text for the host, a fiber for each thread; return the library, `to` with ``.so``.
+
+    The text begins in the second line of the file that compilers and fibers name.
+    """
+    source, library = to.with_suffix(".cpp"), to.with_suffix(".so")
+    source.write_text(f'#include "{FIBERS}"\n{text}', encoding="utf-8")
+    command = ["g++", *FIBER_FLAGS, "-shared", f"-I{_CORE / 'include'}", *flags, str(source), "-o", str(library)]
     subprocess.run(command, check=True, timeout=_SECONDS)
     return library

@@ -97,7 +97,6 @@ class UlyssesCommunicator:
         )
         opened = _decide_and_open(members, asked)
         decision = opened.decision
-        self._session = opened.session
         self._limits = Limits(arguments.device, arguments.dtype, arguments.max_bytes)
         self._checked = decision.request.environment.get("COMM_CHECK") == "1"
         self._execution = Execution(
@@ -109,6 +108,8 @@ class UlyssesCommunicator:
         self._fallback_reason = "; ".join(filter(None, (opened.fallback_reason, of_route))) or None
         properties = None if opened.session is None else opened.session.properties
         self._preparation = Preparation(self._limits, members.rank, members.size, decision.backend, properties)
+        # Last: `__del__` asks for everything else of an object that has it.
+        self._session = opened.session
 
     # Properties
 
@@ -517,12 +518,13 @@ class UlyssesCommunicator:
     def close(self, timeout: float | None = None) -> None:
         """Release the transport. Collective where it shares memory between the ranks, else local. Idempotent.
 
-        After a failure it may be called again, by every rank.
+        A call or a `close` of another thread is waited for. After a failure it may be called again, by every rank.
 
         Args:
-            timeout: seconds to wait for the other ranks; None is ``COMM_TIMEOUT_S``.
+            timeout: seconds to wait for the other thread, and for the other ranks; None is ``COMM_TIMEOUT_S``.
 
         Raises:
+            UnsupportedError: a call of another thread does not end in that time, on this rank alone.
             JointError: something could not be released on some rank.
             GroupTimeoutError: a rank did not come; what only this rank uses was released.
         """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import NoReturn, TypeVar
 
 import torch
@@ -244,19 +244,31 @@ class Execution:
     def _transition(self, operation: str, run: Callable[[TransportSession], None]) -> None:
         if not self._detached:
             self.check_usable(operation)
-        # A call of another thread is waited for: a refusal here alone would leave the other ranks to their deadline.
-        if not self.busy.acquire(timeout=self.group.timeout_s):
+        with self._between_calls(operation, self.group.timeout_s):
+            try:
+                if self.session is not None:
+                    with self.on_device():
+                        run(self.session)
+            except CheckpointError as error:
+                self._broken = str(error)
+                raise
+
+    @contextlib.contextmanager
+    def _between_calls(self, operation: str, timeout_s: float) -> Generator[None]:
+        """Wait for a call of another thread, and let none begin in the block.
+
+        A refusal of this rank alone would leave the others to their deadline.
+
+        Raises:
+            UnsupportedError: the call does not end in `timeout_s` seconds.
+        """
+        if not self.busy.acquire(timeout=timeout_s):
             raise UnsupportedError(
-                f"{operation}: a call of this communicator has been running in another thread for "
-                f"{self.group.timeout_s:g} s (COMM_TIMEOUT_S)"
+                f"{operation}: a call of this communicator has been running in another thread for {timeout_s:g} s "
+                "(COMM_TIMEOUT_S)"
             )
         try:
-            if self.session is not None:
-                with self.on_device():
-                    run(self.session)
-        except CheckpointError as error:
-            self._broken = str(error)
-            raise
+            yield
         finally:
             self.busy.release()
 
@@ -264,15 +276,19 @@ class Execution:
         """See `UlyssesCommunicator.close`."""
         if self.closed:
             return
-        if self.session is not None:
-            try:
-                with self.on_device():
-                    self.session.close(timeout)
-            except GroupTimeoutError:
-                # What could be released here is released, and the rest never can be: there is nothing to try again.
-                self.closed = True
-                raise
-        self.closed = True
+        with self._between_calls("close", self.group.timeout_s if timeout is None else max(0.0, timeout)):
+            # By another thread, while this one waited.
+            if self.closed:
+                return
+            if self.session is not None:
+                try:
+                    with self.on_device():
+                        self.session.close(timeout)
+                except GroupTimeoutError:
+                    # What could be released here is released, and the rest never can be: nothing is left to try.
+                    self.closed = True
+                    raise
+            self.closed = True
 
 
 def _passthrough(call: Call, device: torch.device) -> torch.Tensor:

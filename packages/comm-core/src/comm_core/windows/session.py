@@ -172,7 +172,7 @@ class WindowSession(SignalSession, TransportSession):
                 )
             data = torch.frombuffer(bytearray(compile_plan(plan).data), dtype=torch.uint8)
             whole = ctypes.create_string_buffer(compile_plan(plan, 0).data)
-            # It is there on return, as always from memory that is not pinned. Nothing else is waited for: on another
+            # It is there on return, since `to` waits for the current stream. Not for the whole device: on another
             # stream a kernel may be waiting for a peer, and that one for this call.
             table = data.to(self._device)
             self._tables[plan] = found = (table.data_ptr(), table, whole)
