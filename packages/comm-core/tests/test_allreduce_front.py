@@ -5,8 +5,9 @@ What needs processes (sums, equal replicas, ranks that are gone) is in test_allr
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import pytest
@@ -504,12 +505,11 @@ def test_a_destroyed_workspace_says_so_and_is_destroyed_again_quietly() -> None:
         allreduce_fusion(x, object(), 0)  # pyright: ignore
 
 
-def test_two_threads_in_one_workspace_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """F2: one collective at a time."""
+@contextlib.contextmanager
+def in_a_call(workspace: Any, monkeypatch: pytest.MonkeyPatch) -> Generator[threading.Event]:
+    """Keep another thread in a call for the block, or until the event is set."""
     entered, leave = threading.Event(), threading.Event()
-    x = torch.ones(T, H, dtype=BF16)
-    workspace = create()
-    run = type(workspace)._run  # pyright: ignore[reportPrivateUsage]
+    run = type(workspace)._run
 
     def slow(self: Any, call: FusionCall) -> None:
         entered.set()
@@ -517,14 +517,42 @@ def test_two_threads_in_one_workspace_are_refused(monkeypatch: pytest.MonkeyPatc
         run(self, call)
 
     monkeypatch.setattr(type(workspace), "_run", slow)
-    thread = threading.Thread(target=lambda: allreduce_fusion(x, workspace, 0))
+    thread = threading.Thread(target=lambda: allreduce_fusion(torch.ones(T, H, dtype=BF16), workspace, 0))
     thread.start()
-    assert entered.wait(10)
-    with pytest.raises(UnsupportedError, match="another thread"):
+    try:
+        assert entered.wait(10)
+        yield leave
+    finally:
+        leave.set()
+        thread.join(20)
+
+
+def test_two_threads_in_one_workspace_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """F2: one collective at a time."""
+    x = torch.ones(T, H, dtype=BF16)
+    workspace = create()
+    with in_a_call(workspace, monkeypatch), pytest.raises(UnsupportedError, match="another thread"):
         allreduce_fusion(x, workspace, 0)
-    leave.set()
-    thread.join(20)
     assert torch.equal(allreduce_fusion(x, workspace, 0), x)
+
+
+def test_destroying_waits_for_a_call_of_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the call launches must not find its memory unmapped; two threads that destroy do it once."""
+    workspace = create()
+    destroyed: list[float | None] = []
+    monkeypatch.setattr(type(workspace), "_destroy", lambda self, timeout_s: destroyed.append(timeout_s))
+    with in_a_call(workspace, monkeypatch) as leave:
+        with pytest.raises(UnsupportedError, match=r"destroy: a call of this workspace .* for 0\.05 s"):
+            workspace.destroy(timeout=0.05)
+        assert destroyed == []
+        other = threading.Thread(target=workspace.destroy)
+        other.start()
+        threading.Timer(0.1, leave.set).start()
+        workspace.destroy()
+        other.join(20)
+    assert destroyed == [None]
+    with pytest.raises(ClosedError):
+        allreduce_fusion(torch.ones(T, H, dtype=BF16), workspace, 0)
 
 
 def test_a_thousand_calls_use_the_memory_of_the_first() -> None:

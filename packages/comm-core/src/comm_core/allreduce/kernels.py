@@ -344,7 +344,8 @@ class WindowAllReduceWorkspace(AllReduceFusionWorkspace):
         self.check_alive("checkpoint_prepare")
         if not self._session.detachable:
             raise self._no_checkpoint("checkpoint_prepare")
-        self._session.checkpoint_prepare()
+        with self._between_calls("checkpoint_prepare"):
+            self._session.checkpoint_prepare()
 
     def checkpoint_restore(self, comm_backend: CommBackend) -> None:
         """See `AllReduceFusionWorkspace.checkpoint_restore`."""
@@ -352,9 +353,10 @@ class WindowAllReduceWorkspace(AllReduceFusionWorkspace):
         if not self._session.detachable:
             raise self._no_checkpoint("checkpoint_restore")
         group = group_of(comm_backend)
-        self._session.checkpoint_restore(group)
-        if self._checked_group is not None:
-            self._checked_group = group
+        with self._between_calls("checkpoint_restore"):
+            self._session.checkpoint_restore(group)
+            if self._checked_group is not None:
+                self._checked_group = group
 
     def check_alive(self, operation: str) -> None:
         """Raise where this was destroyed."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import warnings
 from abc import ABC, abstractmethod
@@ -11,8 +12,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from comm_core import _cuda
+from comm_core import _cuda, _env
 from comm_core._dtypes import dtype_name
+from comm_core._threads import between_calls
 from comm_core.allreduce.patterns import AllReduceFusionPattern
 from comm_core.errors import ArgumentValueError, ClosedError, GroupTimeoutError, TransportError, UnsupportedError
 from comm_core.ulysses.call import agree
@@ -257,24 +259,35 @@ class AllReduceFusionWorkspace(ABC):
     def destroy(self, timeout: float | None = None) -> None:
         """Release everything. Collective where the ranks share memory, else local. Idempotent.
 
-        After a failure it may be called again, by every rank.
+        A call or a `destroy` of another thread is waited for. After a failure it may be called again, by every rank.
 
         Args:
-            timeout: seconds to wait for the other ranks; None is ``COMM_TIMEOUT_S``.
+            timeout: seconds to wait for the other thread, and for the other ranks; None is ``COMM_TIMEOUT_S``.
 
         Raises:
+            UnsupportedError: a call of another thread does not end in that time, on this rank alone.
             JointError: something could not be released on some rank.
             GroupTimeoutError: a rank did not come; what only this rank uses was released.
         """
         if self._destroyed:
             return
-        try:
-            self._destroy(timeout)
-        except GroupTimeoutError:
-            # What could be released here is released, and the rest never can be: there is nothing to try again.
+        with self._between_calls("destroy", timeout):
+            # By another thread, while this one waited.
+            if self._destroyed:
+                return
+            try:
+                self._destroy(timeout)
+            except GroupTimeoutError:
+                # What could be released here is released, and the rest never can be: there is nothing to try again.
+                self._destroyed = True
+                raise
             self._destroyed = True
-            raise
-        self._destroyed = True
+
+    def _between_calls(
+        self, operation: str, timeout_s: float | None = None
+    ) -> contextlib.AbstractContextManager[None]:
+        """Wait for a call of another thread; see `comm_core._threads.between_calls`."""
+        return between_calls(self._busy, operation, "workspace", _env.timeout_s() if timeout_s is None else timeout_s)
 
     def __enter__(self) -> AllReduceFusionWorkspace:
         """Return the workspace itself."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn, TypeVar
 
 import torch
 
 from comm_core import _cuda
+from comm_core._threads import between_calls
 from comm_core.errors import (
     CheckpointError,
     ClosedError,
@@ -244,7 +245,7 @@ class Execution:
     def _transition(self, operation: str, run: Callable[[TransportSession], None]) -> None:
         if not self._detached:
             self.check_usable(operation)
-        with self._between_calls(operation, self.group.timeout_s):
+        with between_calls(self.busy, operation, "communicator", self.group.timeout_s):
             try:
                 if self.session is not None:
                     with self.on_device():
@@ -253,30 +254,12 @@ class Execution:
                 self._broken = str(error)
                 raise
 
-    @contextlib.contextmanager
-    def _between_calls(self, operation: str, timeout_s: float) -> Generator[None]:
-        """Wait for a call of another thread, and let none begin in the block.
-
-        A refusal of this rank alone would leave the others to their deadline.
-
-        Raises:
-            UnsupportedError: the call does not end in `timeout_s` seconds.
-        """
-        if not self.busy.acquire(timeout=timeout_s):
-            raise UnsupportedError(
-                f"{operation}: a call of this communicator has been running in another thread for {timeout_s:g} s "
-                "(COMM_TIMEOUT_S)"
-            )
-        try:
-            yield
-        finally:
-            self.busy.release()
-
     def close(self, timeout: float | None) -> None:
         """See `UlyssesCommunicator.close`."""
         if self.closed:
             return
-        with self._between_calls("close", self.group.timeout_s if timeout is None else max(0.0, timeout)):
+        timeout_s = self.group.timeout_s if timeout is None else timeout
+        with between_calls(self.busy, "close", "communicator", timeout_s):
             # By another thread, while this one waited.
             if self.closed:
                 return
