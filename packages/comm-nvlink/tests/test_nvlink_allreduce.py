@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from comm_core import _cuda, allreduce_fusion
+from comm_core import allreduce_fusion
 from comm_core.allreduce.launch import Settings
 from comm_core.allreduce.patterns import PATTERNS, AllReduceFusionPattern, QuantizationSFLayout
 from comm_core.errors import ArgumentValueError, PeerStalledError, UnsupportedError
@@ -23,22 +22,12 @@ from comm_core.testing.ranks import run_threads
 from comm_core.windows.signals import MAX_RANKS
 from comm_nvlink.allreduce_workspace import TRTLLMAllReduceFusionWorkspace as Workspace
 
+pytestmark = pytest.mark.usefixtures("one_stream")
+
 CODE = AllReduceFusionPattern
 PLAIN = [pattern for pattern, spec in PATTERNS.items() if not spec.is_moe]
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 FP4 = (CODE.kARResidualRMSNormFP4Quant, CODE.kARResidualRMSNormOutFP4Quant)
-
-
-@pytest.fixture(scope="module")
-def module(allreduce_on_host: Module) -> Module:
-    return allreduce_on_host
-
-
-@pytest.fixture(autouse=True)
-def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Every launch goes to one stream that runs it at once."""
-    monkeypatch.setattr(_cuda, "raw_stream", lambda index: 0)
-    yield
 
 
 def call(workspace: Any, case: Case, seed: int) -> dict[str, torch.Tensor]:
@@ -306,22 +295,26 @@ def test_rows_that_no_block_has_room_for_are_refused(module: Module) -> None:
 # Stalls
 
 
+def before_a_stall(workspace: Any, case: Case) -> tuple[torch.Tensor, dict[str, Any], dict[str, torch.Tensor]]:
+    """Make one call that is right, and what a second one takes: whoever came late to that would be named too."""
+    call(workspace, case, 0)
+    host.set_deadline(workspace, 1)
+    operands, made = make_operands(case, workspace.world_size, 1), make_outputs(case, host.CPU)
+    return operands.parts[workspace.rank], allreduce_cases.arguments(case, operands, host.CPU), made
+
+
 def silent(group: Group, module: Module, pattern: int, use_oneshot: bool, poison: bool) -> tuple[int, list[Any]]:
     """Rank 1 makes one call less; the others name it, and what they have is NaN."""
     case = Case(CODE(pattern), 4, 128, use_oneshot=use_oneshot)
     with host.opened(Workspace, group, module, 4 * 128 * 4, poison=poison) as workspace:
-        call(workspace, case, 0)
-        host.set_deadline(workspace, 1)
-        operands, made = make_operands(case, group.size, 1), make_outputs(case, host.CPU)
-        given = allreduce_cases.arguments(case, operands, host.CPU)
-        # Who comes late is named too.
+        operand, given, made = before_a_stall(workspace, case)
         group.barrier("test")
         if group.rank == 1:
             group.barrier("test")
             return 1, []
-        allreduce_fusion(operands.parts[group.rank], workspace, pattern, **given, **made)
+        allreduce_fusion(operand, workspace, pattern, **given, **made)
         with pytest.raises(PeerStalledError, match=f"rank {group.rank}: |waiting for rank 1") as caught:
-            allreduce_fusion(operands.parts[group.rank], workspace, pattern, **given, **made)
+            allreduce_fusion(operand, workspace, pattern, **given, **made)
         assert "the workspace is broken on every rank" in str(caught.value)
         group.barrier("test")
         return caught.value.waited_for, list(made.values())
@@ -360,10 +353,7 @@ def starts_and_stops(group: Group, module: Module) -> int:
     case = Case(CODE.kAllReduce, 4, 128, use_oneshot=False)
     with host.opened(Workspace, group, module, 4 * 128 * 4) as workspace:
         blocks = workspace._session._signals.addresses
-        call(workspace, case, 0)
-        host.set_deadline(workspace, 1)
-        operands, made = make_operands(case, group.size, 1), make_outputs(case, host.CPU)
-        given = allreduce_cases.arguments(case, operands, host.CPU)
+        operand, given, made = before_a_stall(workspace, case)
         group.barrier("test")
         if group.rank == 1:
             epoch = ctypes.c_uint32.from_address(blocks[1] + 2 * 128).value + 1
@@ -371,7 +361,7 @@ def starts_and_stops(group: Group, module: Module) -> int:
                 ctypes.c_uint32.from_address(blocks[rank] + _READY + 128).value = epoch
             group.barrier("test")
             return 1
-        allreduce_fusion(operands.parts[group.rank], workspace, case.pattern, **given, **made)
+        allreduce_fusion(operand, workspace, case.pattern, **given, **made)
         group.barrier("test")
         with pytest.raises(PeerStalledError) as caught:
             workspace.check()

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from comm_core import _cuda, allreduce_fusion
+from comm_core import allreduce_fusion
 from comm_core.allreduce.launch import FUSED_THREADS, ROW_THREADS, Encoding, Launch, Shape, shape_of
 from comm_core.allreduce.module import NO_EPILOGUE, Epilogue
 from comm_core.allreduce.patterns import AllReduceFusionPattern
@@ -26,23 +25,13 @@ from comm_core.testing.allreduce_cases import Case, assert_right, make_operands,
 from comm_core.testing.ranks import run_threads
 from comm_nvlink.allreduce_workspace import TRTLLMAllReduceFusionWorkspace as Workspace
 
+pytestmark = pytest.mark.usefixtures("one_stream")
+
 CODE = AllReduceFusionPattern
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 LANES = 32
 SOURCES = {"reduce": 4, "fused": 2}
 """Ranks whose vectors are waited for at once. Twin: include/comm_core/allreduce.cuh, where kernels call sum_slots."""
-
-
-@pytest.fixture(scope="module")
-def module(allreduce_on_host: Module) -> Module:
-    return allreduce_on_host
-
-
-@pytest.fixture(autouse=True)
-def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Every launch goes to one stream that runs it at once."""
-    monkeypatch.setattr(_cuda, "raw_stream", lambda index: 0)
-    yield
 
 
 # Which kernel, and with how many threads
