@@ -602,6 +602,8 @@ def test_the_command_measures_for_real(tmp_path: Path, capsys: pytest.CaptureFix
     assert redact.leaks(found, redact.hosts()) == [] and str(tmp_path) not in file.read_text()
     assert "S=64 H=4 D=32: 0.003906 MiB leave each rank" in captured.out
     assert "nvlink, direct and staged" in captured.out and "nvlink, direct and staged" in captured.err
+    # A refusal needs no stacks.
+    assert "Traceback" not in captured.err
     assert "<svg" in picture.read_text()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["found.json", "found.svg"]
 

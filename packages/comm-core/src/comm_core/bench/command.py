@@ -224,7 +224,8 @@ class _Runner:
             self.found.leave_out(what, getattr(failed[0], "reason", "") or str(getattr(failed[0], "text", failed[0])))
         else:
             self.found.fail(what, _story(failed, len(results)))
-            if self.ranks.leader:
+            # Where a refusal was raised says nothing that its text does not.
+            if self.ranks.leader and not refused:
                 for rank, error in failed.items():
                     print(f"rank {rank}: {getattr(error, 'trace', error)}", file=sys.stderr, flush=True)
 

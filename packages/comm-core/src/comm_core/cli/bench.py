@@ -110,7 +110,12 @@ def ulysses(
 def allreduce(
     backend: Annotated[
         list[str] | None,
-        typer.Option("--backend", "-b", metavar="NAME", help="A backend; may be repeated. [all that can be used]"),
+        typer.Option(
+            "--backend",
+            "-b",
+            metavar="NAME",
+            help="A backend, nccl, torch-one-shot or torch-two-shot; may be repeated. [all that can be used]",
+        ),
     ] = None,
     tokens: Annotated[
         list[int] | None, typer.Option("--tokens", "-t", min=1, metavar="N", help="Rows; may be repeated.")
