@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -33,6 +33,7 @@ from comm_core.allreduce.patterns import ARGUMENTS, OUTPUTS, PATTERNS
 from comm_core.errors import ArgumentTypeError, ArgumentValueError, ClosedError, TransportError, UnsupportedError
 from comm_core.group import Group, thread_groups
 from comm_core.plugins.hookspecs import hookimpl
+from comm_core.testing.halts import Halt, halted
 from comm_core.testing.ranks import on_threads
 from comm_core.transport.interface import Request, Verdict
 
@@ -505,26 +506,19 @@ def test_a_destroyed_workspace_says_so_and_is_destroyed_again_quietly() -> None:
         allreduce_fusion(x, object(), 0)  # pyright: ignore
 
 
-@contextlib.contextmanager
-def in_a_call(workspace: Any, monkeypatch: pytest.MonkeyPatch) -> Generator[threading.Event]:
-    """Keep another thread in a call for the block, or until the event is set."""
-    entered, leave = threading.Event(), threading.Event()
+def in_a_call(workspace: Any, monkeypatch: pytest.MonkeyPatch) -> contextlib.AbstractContextManager[Halt]:
+    """Keep another thread in a call for the block, or until it is let on."""
     run = type(workspace)._run
 
-    def slow(self: Any, call: FusionCall) -> None:
-        entered.set()
-        assert leave.wait(10)
-        run(self, call)
+    def call(halt: Halt) -> None:
+        def slow(self: Any, call: FusionCall) -> None:
+            halt.here()
+            run(self, call)
 
-    monkeypatch.setattr(type(workspace), "_run", slow)
-    thread = threading.Thread(target=lambda: allreduce_fusion(torch.ones(T, H, dtype=BF16), workspace, 0))
-    thread.start()
-    try:
-        assert entered.wait(10)
-        yield leave
-    finally:
-        leave.set()
-        thread.join(20)
+        monkeypatch.setattr(type(workspace), "_run", slow)
+        allreduce_fusion(torch.ones(T, H, dtype=BF16), workspace, 0)
+
+    return halted(call)
 
 
 def test_two_threads_in_one_workspace_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -541,13 +535,13 @@ def test_destroying_waits_for_a_call_of_another_thread(monkeypatch: pytest.Monke
     workspace = create()
     destroyed: list[float | None] = []
     monkeypatch.setattr(type(workspace), "_destroy", lambda self, timeout_s: destroyed.append(timeout_s))
-    with in_a_call(workspace, monkeypatch) as leave:
+    with in_a_call(workspace, monkeypatch) as halt:
         with pytest.raises(UnsupportedError, match=r"destroy: a call of this workspace .* for 0\.05 s"):
             workspace.destroy(timeout=0.05)
         assert destroyed == []
         other = threading.Thread(target=workspace.destroy)
         other.start()
-        threading.Timer(0.1, leave.set).start()
+        threading.Timer(0.1, halt.let_on).start()
         workspace.destroy()
         other.join(20)
     assert destroyed == [None]

@@ -14,7 +14,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
@@ -38,6 +38,7 @@ from comm_core.group import thread_groups
 from comm_core.plugins import register, unregister
 from comm_core.plugins.discovery import Registry
 from comm_core.plugins.hookspecs import hookimpl
+from comm_core.testing.halts import Halt, halted
 from comm_core.testing.ranks import RankPool
 from comm_core.transport.dist import DistSession
 from comm_core.transport.interface import Transport, Verdict
@@ -484,27 +485,19 @@ def test_a_rank_that_is_gone_or_silent_ends_in_an_error_that_names_it(ranks: Ran
 # Threads and life cycle
 
 
-@contextlib.contextmanager
-def in_a_call(comm: UlyssesCommunicator) -> Generator[threading.Event]:
-    """Keep another thread in a call for the block, or until the event is set."""
-    entered, leave = threading.Event(), threading.Event()
+def in_a_call(comm: UlyssesCommunicator) -> contextlib.AbstractContextManager[Halt]:
+    """Keep another thread in a call for the block, or until it is let on."""
 
-    class Slow(torch.Tensor):
-        @classmethod
-        def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            entered.set()
-            leave.wait(10)
-            return super().__torch_function__(function, types, args, kwargs or {})
+    def call(halt: Halt) -> None:
+        class Slow(torch.Tensor):
+            @classmethod
+            def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                halt.here()
+                return super().__torch_function__(function, types, args, kwargs or {})
 
-    slow = x4().as_subclass(Slow)
-    thread = threading.Thread(target=lambda: comm.scatter_heads(slow))
-    thread.start()
-    try:
-        assert entered.wait(10)
-        yield leave
-    finally:
-        leave.set()
-        thread.join(20)
+        comm.scatter_heads(x4().as_subclass(Slow))
+
+    return halted(call)
 
 
 def test_two_threads_in_one_communicator_are_refused() -> None:
@@ -519,11 +512,11 @@ def test_two_threads_in_one_communicator_are_refused() -> None:
 def test_closing_waits_for_a_call_of_another_thread() -> None:
     """What the call launches must not find its memory unmapped."""
     comm = single()
-    with in_a_call(comm) as leave:
+    with in_a_call(comm) as halt:
         with pytest.raises(UnsupportedError, match=r"close: a call .* another thread for 0\.05 s"):
             comm.close(timeout=0.05)
         assert comm._execution.state == "open"
-        threading.Timer(0.1, leave.set).start()
+        threading.Timer(0.1, halt.let_on).start()
         comm.close()
     assert comm._execution.state == "closed"
 

@@ -15,6 +15,7 @@ __all__ = [
     "AllReduceBackendError",
     "ArgumentTypeError",
     "ArgumentValueError",
+    "BackendError",
     "CheckpointError",
     "ClosedError",
     "CommError",
@@ -102,8 +103,8 @@ class TopologyFileError(ArgumentValueError):
     """The file named by ``COMM_TOPOLOGY_FILE`` can't be used."""
 
 
-class UlyssesBackendError(CommError, RuntimeError):
-    """A backend that was asked for by name can't be used by this group. Every rank raises it.
+class BackendError(CommError, RuntimeError):
+    """A backend can't be used by this group. Every rank raises it.
 
     Attributes:
         reason: what the backend lacks here, as a text that does not say who wanted it; empty where none was named, or
@@ -113,15 +114,12 @@ class UlyssesBackendError(CommError, RuntimeError):
     reason: str = ""
 
 
-class AllReduceBackendError(CommError, RuntimeError):
-    """An all-reduce backend that was asked for by name can't be used, or none can. Every rank raises it.
+class UlyssesBackendError(BackendError):
+    """A backend that was asked for by name can't be used by this group. Every rank raises it."""
 
-    Attributes:
-        reason: what the backend lacks here, as a text that does not say who wanted it; empty where none was named, or
-            where it could be used and could not be opened.
-    """
 
-    reason: str = ""
+class AllReduceBackendError(BackendError):
+    """An all-reduce backend that was asked for by name can't be used, or none can. Every rank raises it."""
 
 
 class TransportError(CommError, RuntimeError):

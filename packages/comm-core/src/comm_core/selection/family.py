@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from comm_core import known
-from comm_core.errors import AllReduceBackendError, UlyssesBackendError
+from comm_core.errors import AllReduceBackendError, BackendError, UlyssesBackendError
 from comm_core.plugins.discovery import Registry
 from comm_core.transport.interface import Candidate
 
@@ -26,7 +26,7 @@ class Family:
 
     noun: str
     known: Mapping[str, known.KnownName]
-    error: type[UlyssesBackendError | AllReduceBackendError]
+    error: type[BackendError]
     members: Callable[[Registry], Mapping[str, Candidate]]
 
 
